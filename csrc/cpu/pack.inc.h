@@ -1,0 +1,324 @@
+// Between the caller's tensors (any dtype, any strides) and the tiles of the kernels (T, aligned, padded).
+// All conversion of half types, and all reading for NaN and infinity, happens here, while data is copied.
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+struct Bool {
+  uint8_t bits;
+};
+
+typedef uint16_t HalfVec __attribute__((vector_size(Tuning::kVectorBytes / 2)));  // kWidth<float> half-width numbers
+typedef uint32_t UnsignedVec __attribute__((vector_size(Tuning::kVectorBytes)));
+typedef float HalfFloatVec __attribute__((vector_size(Tuning::kVectorBytes / 2)));
+template <class T>
+struct ByteVecOf {
+  typedef uint8_t type __attribute__((vector_size(VecTypes<T>::kWidth)));
+};
+
+template <class T>
+constexpr int64_t round_up_to_vector(int64_t n) {
+  return (n + kWidth<T> - 1) / kWidth<T> * kWidth<T>;
+}
+
+// load_as<T>: a vector of T from kWidth<T> neighbouring stored elements.
+template <class T>
+ATTENTION_EXT_INLINE Vec<T> load_as(const double* p) {
+  return load(p);
+}
+template <class T>
+ATTENTION_EXT_INLINE Vec<T> load_as(const float* p) {
+  if constexpr (sizeof(T) == 4) {
+    return load(p);
+  } else {  // a float32 mask with float64 inputs
+    HalfFloatVec h;
+    memcpy(&h, p, sizeof(h));
+    return __builtin_convertvector(h, Vec<T>);
+  }
+}
+template <class T>
+ATTENTION_EXT_INLINE Vec<T> load_as(const BFloat16* p) {
+  HalfVec h;
+  memcpy(&h, p, sizeof(h));
+  return bit_cast<Vec<T>>(__builtin_convertvector(h, Mask<float>) << 16);
+}
+template <class T>
+ATTENTION_EXT_INLINE Vec<T> load_as(const Float16* p) {
+  return load_float16(&p->bits);
+}
+// A bool mask is an addend: 0 where the key may be seen, -infinity where it is hidden.
+template <class T>
+ATTENTION_EXT_INLINE Vec<T> load_as(const Bool* p) {
+  typename ByteVecOf<T>::type b;
+  memcpy(&b, p, sizeof(b));
+  const Mask<T> hidden = __builtin_convertvector(b, Mask<T>) == Mask<T>{};
+  return keep<T>(hidden, broadcast(-kInfinity<T>));
+}
+
+ATTENTION_EXT_INLINE void store_as(float* p, Vec<float> x) { store(p, x); }
+ATTENTION_EXT_INLINE void store_as(double* p, Vec<double> x) { store(p, x); }
+ATTENTION_EXT_INLINE void store_as(BFloat16* p, Vec<float> x) {  // to nearest even, NaN stays NaN
+  const Mask<float> u = bit_cast<Mask<float>>(x);
+  const Mask<float> rounded = u + 0x7fff + ((u >> 16) & 1);
+  const Mask<float> bits = x != x ? u | 0x400000 : rounded;
+  const HalfVec h = __builtin_convertvector(bit_cast<UnsignedVec>(bits) >> 16, HalfVec);
+  memcpy(p, &h, sizeof(h));
+}
+ATTENTION_EXT_INLINE void store_as(Float16* p, Vec<float> x) { store_float16(&p->bits, x); }
+
+// count <= kWidth<T> elements, stride apart; the lanes beyond are 0 (for Bool: visible).
+template <class T, class S>
+ATTENTION_EXT_INLINE Vec<T> load_some(const S* p, int64_t stride, int64_t count) {
+  if (stride == 1 && count == kWidth<T>) return load_as<T>(p);
+  S some[kWidth<T>];
+  memset(some, std::is_same<S, Bool>::value ? 1 : 0, sizeof(some));
+  for (int64_t i = 0; i < count; ++i) some[i] = p[i * stride];
+  return load_as<T>(some);
+}
+template <class T, class S>
+ATTENTION_EXT_INLINE void store_some(S* p, int64_t stride, int64_t count, Vec<T> x) {
+  if (stride == 1 && count == kWidth<T>) {
+    store_as(p, x);
+    return;
+  }
+  S some[kWidth<T>];
+  store_as(some, x);
+  for (int64_t i = 0; i < count; ++i) p[i * stride] = some[i];
+}
+
+// Masks alone are read as bool, or as float32 beside float64; results are never written so.
+template <class T, class S>
+constexpr bool kIsOutput = !std::is_same<S, Bool>::value && (sizeof(T) == 4 || sizeof(S) == 8);
+
+// Calls f with a null pointer of the storage type; which types can meet T is decided here alone.
+template <class T, class F>
+ATTENTION_EXT_INLINE void dispatch_storage(DType dtype, F&& f) {
+  if constexpr (sizeof(T) == 8) {
+    if (dtype == DType::kBool) return f(static_cast<Bool*>(nullptr));
+    if (dtype == DType::kFloat32) return f(static_cast<float*>(nullptr));
+    return f(static_cast<double*>(nullptr));
+  } else {
+    switch (dtype) {
+      case DType::kBFloat16:
+        return f(static_cast<BFloat16*>(nullptr));
+      case DType::kFloat16:
+        return f(static_cast<Float16*>(nullptr));
+      case DType::kBool:
+        return f(static_cast<Bool*>(nullptr));
+      default:
+        return f(static_cast<float*>(nullptr));
+    }
+  }
+}
+inline int64_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return 8;
+    case DType::kFloat32:
+      return 4;
+    case DType::kBool:
+      return 1;
+    default:
+      return 2;
+  }
+}
+
+// Rows of a tensor at arbitrary places: row i is `columns` elements from row[i], stride apart.
+struct Rows {
+  const char* const* row;
+  int64_t count;
+  int64_t stride;  // between columns, in elements
+  int64_t columns;
+  DType dtype;
+};
+
+// dst[column][lane], lane = row: up to kLanes rows side by side; missing rows are 0.
+template <class T>
+inline void pack_lanes(const Rows& src, int64_t lanes, int64_t lane_stride, T* __restrict dst) {
+  constexpr int w = kWidth<T>;
+  dispatch_storage<T>(src.dtype, [&](auto* tag) {
+    using S = typename std::remove_pointer<decltype(tag)>::type;
+    for (int64_t lane = 0; lane < lanes; lane += w) {
+      for (int64_t c = 0; c < src.columns; c += w) {
+        const int64_t count = src.columns - c < w ? src.columns - c : w;
+        Vec<T> block[w];
+        for (int i = 0; i < w; ++i) {
+          block[i] = lane + i < src.count ? load_some<T>(reinterpret_cast<const S*>(src.row[lane + i]) + c * src.stride,
+                                                         src.stride, count)
+                                          : Vec<T>{};
+        }
+        transpose<T>(block);
+        T* out = dst + c * lane_stride + lane;
+        if (count == w) {
+#pragma GCC unroll 16
+          for (int i = 0; i < w; ++i) store(out + i * lane_stride, block[i]);
+        } else {
+          for (int64_t i = 0; i < count; ++i) store(out + i * lane_stride, block[i]);
+        }
+      }
+    }
+  });
+}
+
+// dst row i = src[column][lane i] * factor[lane i]: the way back, written in the caller's dtype and strides.
+template <class T>
+inline void unpack_lanes(const T* __restrict src, int64_t lane_stride, const T* factor, const Rows& dst) {
+  constexpr int w = kWidth<T>;
+  dispatch_storage<T>(dst.dtype, [&](auto* tag) {
+    using S = typename std::remove_pointer<decltype(tag)>::type;
+    if constexpr (kIsOutput<T, S>) {
+      for (int64_t lane = 0; lane < dst.count; lane += w) {
+        const Vec<T> f = load(factor + lane);
+        for (int64_t c = 0; c < dst.columns; c += w) {
+          const int64_t count = dst.columns - c < w ? dst.columns - c : w;
+          Vec<T> block[w];
+          const T* in = src + c * lane_stride + lane;
+          for (int i = 0; i < w; ++i) block[i] = i < count ? load(in + i * lane_stride) * f : Vec<T>{};
+          transpose<T>(block);
+          const int64_t rows = dst.count - lane < w ? dst.count - lane : w;
+          for (int64_t i = 0; i < rows; ++i) {
+            S* out = reinterpret_cast<S*>(const_cast<char*>(dst.row[lane + i])) + c * dst.stride;
+            store_some<T>(out, dst.stride, count, block[i]);
+          }
+        }
+      }
+    }
+  });
+}
+
+// What a look at staged rows found.
+template <class T>
+struct RowSummary {
+  bool finite = true;      // no NaN, no infinity
+  T largest_norm2 = T(0);  // largest sum of squares of a row; NaN or infinity possible
+};
+
+template <class T>
+ATTENTION_EXT_INLINE Mask<T> not_finite(Vec<T> x) {
+  return (x - x) != Vec<T>{};
+}
+
+// dst[row][column], row stride dst_stride >= columns rounded up, the padding 0. With kReplace NaN and
+// infinity become 0 (kept apart by the caller, who adds them to the rows that may see them).
+template <class T, bool kReplace>
+inline void copy_rows(const Rows& src, T* __restrict dst, int64_t dst_stride) {
+  constexpr int w = kWidth<T>;
+  dispatch_storage<T>(src.dtype, [&](auto* tag) {
+    using S = typename std::remove_pointer<decltype(tag)>::type;
+    for (int64_t i = 0; i < src.count; ++i) {
+      const S* in = reinterpret_cast<const S*>(src.row[i]);
+      for (int64_t c = 0; c < src.columns; c += w) {
+        const int64_t count = src.columns - c < w ? src.columns - c : w;
+        Vec<T> x = load_some<T>(in + c * src.stride, src.stride, count);
+        if (kReplace) x = keep<T>(~not_finite<T>(x), x);
+        store(dst + i * dst_stride + c, x);
+      }
+    }
+  });
+}
+
+// Sum of squares of each row (its largest over the rows) and whether all is finite. Rows are padded with 0 to
+// whole vectors, or their width is a multiple of one.
+template <class T>
+inline RowSummary<T> summarize_rows(const T* rows, int64_t stride, int64_t count, int64_t columns) {
+  constexpr int w = kWidth<T>;
+  Vec<T> largest = {};
+  for (int64_t i = 0; i < count; i += w) {
+    Vec<T> sums[w];
+    for (int j = 0; j < w; ++j) {
+      Vec<T> even = {}, odd = {};
+      if (i + j < count) {
+        const T* row = rows + (i + j) * stride;
+        int64_t c = 0;
+        for (; c + 2 * w <= columns; c += 2 * w) {
+          const Vec<T> a = load(row + c), b = load(row + c + w);
+          even = fma(a, a, even);
+          odd = fma(b, b, odd);
+        }
+        for (; c < columns; c += w) {
+          const Vec<T> a = load(row + c);
+          even = fma(a, a, even);
+        }
+      }
+      sums[j] = even + odd;
+    }
+    const Vec<T> norms = horizontal_sums<T>(sums);
+    largest = norms > largest || norms != norms ? norms : largest;
+  }
+  RowSummary<T> r;
+  r.largest_norm2 = horizontal_max<T>(largest);
+  r.finite = r.largest_norm2 - r.largest_norm2 == T(0);  // an overflow counts as not finite: the safe side
+  return r;
+}
+
+// A tile of key or value rows as the micro-kernels read it.
+template <class T>
+struct StagedRows {
+  const T* data;  // [count][stride]
+  int64_t stride;
+  RowSummary<T> summary;
+};
+
+// Rows that lie well are read in place, others copied to buffer [count][padded columns]. In place means T,
+// neighbouring columns, whole vectors, and rows close enough not to fall into the same cache sets.
+// A tile that is not finite is copied in any case if `replace`: then NaN and infinity are 0 in it.
+template <class T>
+inline StagedRows<T> stage_rows(const TensorView& view, const char* first, int64_t count, int64_t columns,
+                                bool replace, T* buffer, const char** row) {
+  const int64_t padded = round_up_to_vector<T>(columns);
+  const DType own = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
+  const int64_t step = view.row_stride * size_of(view.dtype);
+  for (int64_t i = 0; i < count; ++i) row[i] = first + i * step;
+  const Rows rows{row, count, view.column_stride, columns, view.dtype};
+  StagedRows<T> tile;
+  if (view.dtype == own && view.column_stride == 1 && padded == columns && view.row_stride >= columns &&
+      view.row_stride <= 2 * columns) {
+    tile.data = reinterpret_cast<const T*>(first);
+    tile.stride = view.row_stride;
+  } else {
+    copy_rows<T, false>(rows, buffer, padded);
+    tile.data = buffer;
+    tile.stride = padded;
+  }
+  tile.summary = summarize_rows<T>(tile.data, tile.stride, count, padded);
+  if (replace && !tile.summary.finite) {
+    copy_rows<T, true>(rows, buffer, padded);
+    tile.data = buffer;
+    tile.stride = padded;
+  }
+  return tile;
+}
+
+// One stored element.
+template <class T>
+inline T load_scalar(const char* p, DType dtype) {
+  T r = T(0);
+  dispatch_storage<T>(dtype, [&](auto* tag) {
+    using S = typename std::remove_pointer<decltype(tag)>::type;
+    r = load_some<T>(reinterpret_cast<const S*>(p), 1, 1)[0];
+  });
+  return r;
+}
+
+// Rows of whole vectors back into a tensor: row i at first + i * row_stride, times factor.
+template <class T>
+inline void store_rows(const TensorView& view, const char* first, int64_t count, int64_t columns, const T* src,
+                       T factor) {
+  constexpr int w = kWidth<T>;
+  const int64_t padded = round_up_to_vector<T>(columns);
+  dispatch_storage<T>(view.dtype, [&](auto* tag) {
+    using S = typename std::remove_pointer<decltype(tag)>::type;
+    if constexpr (kIsOutput<T, S>) {
+      S* out = reinterpret_cast<S*>(const_cast<char*>(first));
+      for (int64_t i = 0; i < count; ++i) {
+        for (int64_t c = 0; c < columns; c += w) {
+          store_some<T>(out + i * view.row_stride + c * view.column_stride, view.column_stride,
+                        columns - c < w ? columns - c : w, load(src + i * padded + c) * factor);
+        }
+      }
+    }
+  });
+}

@@ -1,0 +1,39 @@
+// AVX-512: 16 floats a vector, 32 registers. A lane tile is 4 vectors, a block 6 keys: 24 accumulators.
+// Compiled without AVX-512 (the test build avx512_shape) the same code runs on pairs of AVX2 registers.
+#pragma once
+
+#include <immintrin.h>
+
+#include "vec.inc.h"
+
+namespace attention_ext {
+namespace ATTENTION_EXT_ISA {
+namespace {
+
+using Tuning = TuningOf</*kVectorBytes=*/64, /*kLaneVectors=*/4, /*kBlockKV=*/48, /*kForwardRows=*/256,
+                        /*kBackwardBlockKV=*/48, /*kBackwardRows=*/256, /*kCacheBytes=*/1 << 20>;
+#include "vec_types.inc.h"
+
+#ifdef __AVX512F__
+inline Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) { return _mm512_fmadd_pd(a, b, c); }
+inline bool any(Mask<float> m) {
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(m)) != 0;
+}
+inline bool any(Mask<double> m) {
+  return _mm512_movepi64_mask(reinterpret_cast<__m512i>(m)) != 0;
+}
+inline Vec<float> load_float16(const uint16_t* p) {
+  // The zero-masked form: GCC 12 warns of the other's undefined destination.
+  return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline void store_float16(uint16_t* p, Vec<float> x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+#include "vec_generic.inc.h"
+#endif
+
+}  // namespace
+}  // namespace ATTENTION_EXT_ISA
+}  // namespace attention_ext
