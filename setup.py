@@ -90,8 +90,8 @@ def find_torch() -> Path:
         return place
     stop(
         f"building needs torch >= {MIN_TORCH}, and {sys.prefix} has none: install torch first, as"
-        " its site says for your machine, then run `pip install .` again (with uv: `uv pip install"
-        " --no-build-isolation .`)."
+        " its site says for your machine, then run `pip install .` again (tools other than pip need"
+        " their option against build isolation: `uv pip install --no-build-isolation .`)."
     )
 
 
@@ -156,6 +156,16 @@ def run_jobs(jobs: list[Job]) -> None:
                 stop(f"could not {job.title}: the compiler's message stands above.")
 
 
+def replace_file(target: Path, source: Path) -> None:
+    """Makes `target` a copy of `source` in one step; a process that has it loaded keeps the old."""
+    if target.is_file() and target.read_bytes() == source.read_bytes():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_suffix(f".{os.getpid()}")
+    shutil.copyfile(source, beside)
+    beside.replace(target)
+
+
 class build_ext(_build_ext):
     """Compiles each file with the flags of its groups and links the library."""
 
@@ -184,10 +194,15 @@ class build_ext(_build_ext):
         link = Job(f"link {library}.so", command, ROOT / output, [ROOT / path for path in objects])
         run_jobs([link] if self.force or not link.is_done() else [])
 
-        target = Path(self.get_ext_fullpath(ext.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)  # not overwritten: a process may have it loaded
-        shutil.copyfile(ROOT / output, target)
+        # Beside the sources too, whatever the command: Python started in this folder finds those.
+        for target in (
+            Path(self.get_ext_fullpath(ext.name)),
+            ROOT / self.get_ext_filename(ext.name),
+        ):
+            replace_file(target, ROOT / output)
+
+    def copy_extensions_to_source(self) -> None:
+        """Done already."""
 
     def plan_compile(self, how: str, path: str, folder: Path, cxx: list[str], torch: Path) -> Job:
         """Only glue is told where torch's headers are: a kernel that includes one fails here."""

@@ -1,0 +1,136 @@
+"""The same bits: causality, thread counts, batch-mates, and what else must not show in a result."""
+
+import pytest
+import torch
+from assertions import assert_close, assert_same_bits
+from cases import BY_NAME, CASES, DTYPES, keywords
+
+from attention_ext import scaled_dot_product_attention as attention
+from attention_ext.reference import Call
+
+pytestmark = pytest.mark.parity
+
+
+def run(call):
+    """Output, lse, and the gradients of query, key, value for a fixed upstream gradient."""
+    leaves = [tensor.detach().requires_grad_() for tensor in call[:3]]
+    output, lse, _ = attention(**keywords(Call(*leaves, *call[3:])), return_lse=True)
+    generator = torch.Generator().manual_seed(2)
+    upstream = [
+        torch.randn(tensor.shape[-2:], generator=generator).to(tensor.dtype).expand(tensor.shape)
+        for tensor in (output, lse)
+    ]
+    grads = torch.autograd.grad((output, lse), leaves, upstream)
+    return [output.detach(), lse.detach(), *grads]
+
+
+@pytest.mark.parametrize("variant", ["upper_left", "lower_right"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(80, 80), (10, 90), (90, 10)])
+def test_changing_a_token_leaves_all_earlier_outputs_bit_identical(
+    seqlen_q, seqlen_kv, dtype, variant
+):
+    query, key, value = (
+        torch.randn(2, 2, s, 16).to(dtype) for s in (seqlen_q, seqlen_kv, seqlen_kv)
+    )
+    options = {"is_causal": True, "causal_variant": variant, "return_lse": True}
+    expected = attention(query, key, value, **options)
+    offset = seqlen_kv - seqlen_q if variant == "lower_right" else 0
+    for place in range(0, seqlen_kv, 7):
+        changed = [tensor.clone() for tensor in (key, value)]
+        for tensor in changed:
+            tensor[..., place, :] = 50.0 * torch.randn(2, 2, 16).to(dtype)
+        actual = attention(query, *changed, **options)
+        first = min(max(place - offset, 0), seqlen_q)  # the first row that sees it
+        assert_same_bits(actual.output[..., :first, :], expected.output[..., :first, :])
+        assert_same_bits(actual.lse[..., :first], expected.lse[..., :first])
+        if first < seqlen_q:
+            assert not torch.equal(actual.output[..., first, :], expected.output[..., first, :])
+
+
+def test_without_causality_every_token_matters():
+    inputs = [torch.randn(1, 1, 20, 8) for _ in range(3)]
+    expected = attention(*inputs)
+    inputs[2][..., 19, :] += 1.0
+    assert (attention(*inputs) != expected).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_results_are_the_same_bits_for_one_two_and_three_threads(case, dtype, threads):
+    call = case.make(dtype)
+    threads(1)
+    expected = run(call)
+    for count in (2, 3):
+        threads(count)
+        assert_same_bits(run(call), expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_calls_are_the_same_bits_for_every_thread_count(dtype, causal, threads):
+    inputs = [torch.randn(2, heads, 700, 32).to(dtype) for heads in (6, 3, 3)]
+    call = Call(*inputs, is_causal=causal, enable_gqa=True)
+    threads(1)
+    expected = run(call)
+    for count in (2, 5):
+        threads(count)
+        assert_same_bits(run(call), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [9, 130])
+def test_a_batch_element_has_the_same_bits_alone_as_among_others(length, dtype):
+    inputs = [torch.randn(5, heads, length, 24).to(dtype) for heads in (4, 2, 2)]
+    mask = torch.rand(5, 1, length, length) < 0.8
+    together = run(Call(*inputs, mask, True, enable_gqa=True))
+    for row in range(5):
+        alone = run(Call(*(x[row : row + 1] for x in (*inputs, mask)), True, enable_gqa=True))
+        assert_same_bits(alone, [tensor[row : row + 1] for tensor in together])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_batch_mate_that_is_not_finite_changes_no_bit(dtype):
+    inputs = [torch.randn(2, 2, 70, 16).to(dtype) for _ in range(3)]
+    expected = [tensor[1] for tensor in run(Call(*inputs, is_causal=True))]
+    for tensor in inputs:
+        tensor[0] = torch.nan
+    assert_same_bits([t[1] for t in run(Call(*inputs, is_causal=True))], expected)
+
+
+def test_repeated_runs_give_the_same_bits():
+    call = BY_NAME["two queries share a key head"].make(torch.float32)
+    expected = run(call)
+    for _ in range(20):
+        assert_same_bits(run(call), expected)
+
+
+def test_asking_for_lse_or_gradients_changes_no_bit_of_the_output():
+    call = BY_NAME["several tiles, causal"].make(torch.float32)
+    plain = attention(**keywords(call))
+    assert_same_bits(attention(**keywords(call), return_lse=True).output, plain)
+    training = BY_NAME["several tiles, causal"].make(torch.float32, requires_grad=True)
+    assert_same_bits(attention(**keywords(training)).detach(), plain)
+
+
+# ---- the cached step and the chunked prefill ----
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 65, 130])
+def test_a_lower_right_step_of_one_query_sees_all_keys(length):
+    query, key, value = (torch.randn(2, 3, s, 16) for s in (1, length, length))
+    step = attention(query, key, value, is_causal=True, causal_variant="lower_right")
+    assert_same_bits(step, attention(query, key, value))
+
+
+@pytest.mark.parametrize("chunks", [[1, 3, 16, 80], [50, 50], [33, 1, 66], [99, 1]])
+def test_a_prefill_in_chunks_equals_one_causal_pass(chunks):
+    inputs = [torch.randn(2, 3, sum(chunks), 16, dtype=torch.float64) for _ in range(3)]
+    whole = attention(*inputs, is_causal=True)
+    start = 0
+    for size in chunks:
+        stop = start + size
+        query, key, value = inputs[0][..., start:stop, :], *(x[..., :stop, :] for x in inputs[1:])
+        part = attention(query, key, value, is_causal=True, causal_variant="lower_right")
+        assert_close(part, whole[..., start:stop, :])
+        start = stop

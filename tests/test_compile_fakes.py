@@ -1,0 +1,179 @@
+"""What torch is told about the operators without data: fake kernels, opcheck, the meta device."""
+
+import pytest
+import torch
+from assertions import assert_close
+from cases import BY_NAME, CASES, keywords
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import attention_ext
+from attention_ext import scaled_dot_product_attention as attention
+from attention_ext.reference import Call
+
+forward = torch.ops.attention_ext.forward.default
+backward = torch.ops.attention_ext.backward.default
+
+
+def significant(tensor):
+    """Shape, strides of dimensions of more than one element, dtype."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.shape, [stride for size, stride in pairs if size > 1], tensor.dtype
+
+
+def fake(mode, tensor):
+    return None if tensor is None else mode.from_tensor(tensor)
+
+
+def run_both(call, mode):
+    """Forward and backward, with real tensors and with fake ones."""
+    results = []
+    for tensors in (call[:4], [fake(mode, x) for x in call[:4]]):
+        output, lse = forward(*tensors, *call[4:])
+        upstream = torch.empty_like(output), torch.empty_like(lse)
+        *inputs, mask = tensors
+        grads = backward(*upstream, *inputs, output, lse, mask, *call[4:])
+        results.append([output, lse, *grads])
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("symbolic", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_fake_results_look_like_real_ones(case, symbolic, dtype):
+    mode = FakeTensorMode(shape_env=ShapeEnv() if symbolic else None)
+    real, faked = run_both(case.make(dtype), mode)
+    assert [significant(x) for x in real] == [significant(x) for x in faked]
+
+
+def permuted(*order):
+    shape = (2, 3, 5, 4)
+    inverse = [order.index(dim) for dim in range(4)]
+    return torch.randn([shape[dim] for dim in order]).permute(inverse)
+
+
+@pytest.mark.parametrize("value_dim", [4, 7])
+@pytest.mark.parametrize(
+    "query",
+    [
+        permuted(0, 2, 1, 3),
+        permuted(2, 0, 1, 3),
+        permuted(3, 2, 1, 0),
+        permuted(1, 0, 3, 2),
+        torch.randn(2, 3, 5, 9)[..., 2:6],
+        torch.randn(2, 3, 5, 8)[..., ::2],
+        torch.randn(2, 1, 5, 4).expand(2, 3, 5, 4),
+        torch.randn(2, 3, 1, 4).expand(2, 3, 5, 4),
+        torch.randn(3, 5, 4),
+        torch.randn(1, 3, 5, 4),
+        torch.randn(10, 3, 5, 4)[:1].permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3),
+        torch.randn(10, 5, 3, 4)[:1].permute(1, 2, 0, 3).permute(2, 1, 0, 3),
+        torch.randn(2, 3, 1, 4),
+        torch.randn(2, 3, 5, 4).new_zeros(2, 3, 0, 4),
+    ],
+    ids=lambda x: f"{tuple(x.shape)} {x.stride()}",
+)
+def test_fake_results_lie_in_memory_like_real_ones(query, value_dim):
+    key, value = torch.randn(2, 3, 6, 4), torch.randn(2, 3, 6, value_dim)
+    real, faked = run_both(Call(query, key, value), FakeTensorMode())
+    assert [significant(x) for x in real] == [significant(x) for x in faked]
+
+
+OPCHECKED = [
+    "grouped heads and a mask", "float mask and causal", "projection layout", "batch broadcast",
+]  # fmt: skip
+GROUPED = Call(
+    *(torch.randn(1, heads, 3, 4) for heads in (4, 2, 2)), torch.ones(3, 3).tril() > 0,
+    enable_gqa=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPCHECKED)
+def test_the_operators_pass_opcheck(name):
+    call = GROUPED if name == OPCHECKED[0] else BY_NAME[name].make(torch.float32)
+    torch.library.opcheck(forward, tuple(call))
+    output, lse = forward(*call)
+    upstream = torch.randn_like(output), (torch.randn_like(lse) if name == OPCHECKED[0] else None)
+    args = (*upstream, *call[:3], output, lse, *call[3:])
+    torch.library.opcheck(backward, args)
+
+
+@pytest.mark.filterwarnings("ignore:attention_ext..forward")  # no derivative: as it should be
+def test_the_forward_passes_opcheck_with_inputs_that_require_grad_and_zero_sizes():
+    leaves = [torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3)]
+    torch.library.opcheck(forward, tuple(leaves))
+    empty = [torch.randn(2, 0, 4), torch.randn(2, 3, 4), torch.randn(2, 3, 4)]
+    torch.library.opcheck(forward, tuple(empty))
+
+
+def test_a_traced_training_step_holds_forward_and_backward():
+    def step(query, key, value):
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        output = attention(*leaves, is_causal=True)
+        return torch.autograd.grad(output.sin().sum(), leaves)
+
+    inputs = [torch.randn(2, 3, 5, 4) for _ in range(3)]
+    graph = make_fx(step, tracing_mode="symbolic")(*inputs)
+    targets = [str(node.target) for node in graph.graph.nodes]
+    assert "attention_ext.forward.default" in targets
+    assert "attention_ext.backward.default" in targets
+    larger = [torch.randn(2, 3, 9, 4) for _ in range(3)]
+    assert_close(graph(*larger), step(*larger), 0.0)
+
+
+def test_sizes_that_depend_on_data_need_no_guard():
+    def step(x, counts):
+        length = counts.item()
+        torch._check(length >= 0)
+        torch._check(length <= 64)
+        query = x[:length].unsqueeze(0).expand(2, length, 8).clone()
+        return attention(query, query, query, is_causal=True)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        torch._dynamo.reset()
+        run = torch.compile(step, fullgraph=True, backend="aot_eager")
+        x = torch.randn(64, 8)
+        for length in (3, 9, 1, 0, 64):
+            counts = torch.tensor(length)
+            assert_close(run(x, counts), step(x, counts), 1e-6)
+
+
+def test_unbacked_sizes_in_every_dimension_need_no_guard():
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes):
+        batch, heads, seqlen, width = (shapes.create_unbacked_symint() for _ in range(4))
+        query = torch.empty(batch, heads, seqlen, width)
+        output, lse = forward(query, query, query, None, True)
+        assert str(output.shape) == str(query.shape)
+        assert str(lse.shape) == str(query.shape[:-1])
+        grads = backward(output, lse, query, query, query, output, lse, None, True)
+        assert all(str(grad.shape) == str(query.shape) for grad in grads)
+        other = torch.empty(batch, heads, shapes.create_unbacked_symint(), width)
+        assert str(forward(query, other, other)[0].shape) == str(query.shape)
+
+
+def test_the_meta_device_gives_shapes_and_gradients():
+    inputs = BY_NAME["two queries share a key head"].make(torch.float32, requires_grad=True)
+    leaves = [x.detach().to("meta").requires_grad_() for x in inputs[:3]]
+    call = inputs._replace(query=leaves[0], key=leaves[1], value=leaves[2])
+    output, lse, _ = attention(**keywords(call), return_lse=True)
+    expected = attention(**keywords(inputs), return_lse=True)
+    assert (output.shape, output.stride()) == (expected.output.shape, expected.output.stride())
+    assert (lse.shape, lse.dtype) == (expected.lse.shape, expected.lse.dtype)
+    output.sum().backward()
+    assert all(leaf.grad.shape == leaf.shape for leaf in leaves)
+
+
+def test_a_wrong_fake_call_gets_the_text_of_the_real_one():
+    wrong = (torch.randn(2, 3, 5, 4), torch.randn(2, 3, 6, 3), torch.randn(2, 3, 6, 4))
+    with pytest.raises(attention_ext.ArgumentError) as eager:
+        attention(*wrong)
+    with pytest.raises(attention_ext.ArgumentError) as meta:
+        attention(*(x.to("meta") for x in wrong))
+    assert str(meta.value) == str(eager.value)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with pytest.raises(attention_ext.ArgumentError) as faked:
+        attention(*(fake(mode, x) for x in wrong))
+    assert str(faked.value) == str(eager.value)
+    assert not mode.shape_env.guards  # the check added none
