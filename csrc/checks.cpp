@@ -1,19 +1,16 @@
 #include "checks.h"
 
-#include <sstream>
+#include <cmath>
 #include <stdexcept>
 
 namespace attention_ext {
 namespace {
 
-constexpr char kFunction[] = "scaled_dot_product_attention: expected ";
-
-std::string shape(const TensorInfo& t) {
-  std::ostringstream s;
+// Messages are put together only where a rule is broken: a good call formats nothing.
+void write_shape(std::ostream& s, const TensorInfo& t) {
   s << t.name << " (";
   for (int64_t i = 0; i < t.dim; ++i) s << (i ? ", " : "") << t.size[i];
   s << (t.dim == 1 ? ",)" : ")");
-  return s.str();
 }
 
 std::string dtype_name(ScalarType dtype) {
@@ -43,15 +40,6 @@ std::string dtype_name(ScalarType dtype) {
   }
 }
 
-template <class... Parts>
-void expect(bool rule, const char* kind, const Parts&... parts) {
-  if (rule) return;
-  std::ostringstream text;
-  text << kFunction;
-  (text << ... << parts);
-  raise(kind, text.str());
-}
-
 bool is_floating(ScalarType t) {
   return t == ScalarType::Double || t == ScalarType::Float || t == ScalarType::BFloat16 || t == ScalarType::Half;
 }
@@ -61,49 +49,68 @@ bool is_complex(ScalarType t) {
 
 void check_dtypes(const CallInfo& c) {
   for (const TensorInfo* t : {&c.query, &c.key, &c.value}) {
-    expect(!is_complex(t->dtype), "unsupported", "real tensors, got ", t->name, " of ", dtype_name(t->dtype),
-           "; attention of complex tensors is not supported: pass real and imaginary parts on their own");
-    expect(is_floating(t->dtype), "type", t->name, " of float64, float32, bfloat16 or float16, got ",
-           dtype_name(t->dtype));
+    expect(!is_complex(t->dtype), "unsupported", c.function(), "real tensors, got ", t->name, " of ",
+           DtypeName(t->dtype), "; attention of complex tensors is not supported: pass real and imaginary parts apart");
+    expect(is_floating(t->dtype), "type", c.function(), t->name,
+           " of torch.float64, torch.float32, torch.bfloat16 or torch.float16, got ", DtypeName(t->dtype));
   }
-  expect(c.key.dtype == c.query.dtype && c.value.dtype == c.query.dtype, "type",
-         "query, key and value of one dtype, got query ", dtype_name(c.query.dtype), ", key ",
-         dtype_name(c.key.dtype), ", value ", dtype_name(c.value.dtype));
+  expect(c.key.dtype == c.query.dtype && c.value.dtype == c.query.dtype, "type", c.function(),
+         "query, key and value of one dtype, got query ", DtypeName(c.query.dtype), ", key ",
+         DtypeName(c.key.dtype), ", value ", DtypeName(c.value.dtype));
   if (c.attn_mask) {
     const ScalarType mask = c.attn_mask->dtype;
-    expect(mask == ScalarType::Bool || mask == ScalarType::Float || mask == c.query.dtype, "type",
-           "attn_mask of torch.bool, torch.float32 or the query's dtype, got attn_mask ", dtype_name(mask),
-           " with query ", dtype_name(c.query.dtype));
+    expect(mask == ScalarType::Bool || mask == ScalarType::Float || mask == c.query.dtype, "type", c.function(),
+           "attn_mask of torch.bool, torch.float32 or the query's dtype, got attn_mask ", DtypeName(mask),
+           " with query ", DtypeName(c.query.dtype));
+  }
+  for (const auto* t : {&c.alibi_slopes, &c.sinks}) {
+    if (!*t) continue;
+    expect((*t)->dtype == ScalarType::Float || (*t)->dtype == c.query.dtype, "type", c.function(), (*t)->name,
+           " of torch.float32 or the query's dtype, got ", (*t)->name, " ", DtypeName((*t)->dtype), " with query ",
+           DtypeName(c.query.dtype));
+  }
+  for (const auto* t : {&c.seqused_k, &c.cu_seq_q, &c.cu_seq_k}) {
+    if (!*t) continue;
+    expect((*t)->dtype == ScalarType::Int || (*t)->dtype == ScalarType::Long, "type", c.function(), (*t)->name,
+           " of torch.int32 or torch.int64, got ", DtypeName((*t)->dtype));
   }
 }
 
 void check_ranks(const CallInfo& c) {
   for (const TensorInfo* t : {&c.query, &c.key, &c.value}) {
-    expect(t->dim >= 2, "value", "query, key and value of at least 2 dimensions, got ", shape(*t));
-    expect(t->dim <= kMaxDims, "unsupported", "query, key and value of at most ", kMaxDims, " dimensions, got ",
-           shape(*t), "; flatten some of the leading dimensions");
+    if (c.packed()) {
+      expect(t->dim == 3, "value", c.function(), t->name, " of shape (total length, heads, width), got ", *t);
+    }
+    expect(t->dim >= 2, "value", c.function(), "query, key and value of at least 2 dimensions, got ", *t);
+    expect(t->dim <= kMaxDims, "unsupported", c.function(), "query, key and value of at most ", kMaxDims,
+           " dimensions, got ", *t, "; flatten some of the leading dimensions");
   }
   if (c.attn_mask) {
-    expect(c.attn_mask->dim <= kMaxDims, "value", "attn_mask of at most ", kMaxDims, " dimensions, got ",
-           shape(*c.attn_mask));
+    expect(c.attn_mask->dim <= kMaxDims, "value", c.function(), "attn_mask of at most ", kMaxDims,
+           " dimensions, got ", *c.attn_mask);
   }
 }
+
+// Where the heads and the length are, from the end.
+int64_t heads_of(const CallInfo& c, const TensorInfo& t) { return t.from_end(c.packed() ? 2 : 3); }
+int64_t length_of(const CallInfo& c, const TensorInfo& t) { return t.from_end(c.packed() ? 3 : 2); }
 
 void check_heads(const CallInfo& c) {
-  const int64_t query = c.query.from_end(3), key = c.key.from_end(3), value = c.value.from_end(3);
   if (!c.enable_gqa) return;
   for (const TensorInfo* t : {&c.query, &c.key, &c.value}) {
-    expect(t->dim >= 3, "value", "a head dimension (at least 3 dimensions) with enable_gqa=True, got ", shape(*t));
+    expect(t->dim >= 3, "value", c.function(), "a head dimension (at least 3 dimensions) with enable_gqa=True, got ",
+           *t);
   }
-  expect(query == 0 || (key > 0 && query % key == 0), "value",
-         "a number of query heads that is a multiple of the key heads with enable_gqa=True, got ", query,
-         " query heads and ", key, " key heads");
-  expect(query == 0 || (value > 0 && query % value == 0), "value",
-         "a number of query heads that is a multiple of the value heads with enable_gqa=True, got ", query,
-         " query heads and ", value, " value heads");
+  const int64_t query = heads_of(c, c.query);
+  for (const TensorInfo* t : {&c.key, &c.value}) {
+    const int64_t own = heads_of(c, *t);
+    expect(query == 0 || (own > 0 && query % own == 0), "value", c.function(), "a number of query heads that is a ",
+           "multiple of the ", t->name, " heads with enable_gqa=True, got ", query, " query heads and ", own, " ",
+           t->name, " heads");
+  }
 }
 
-// Dimension i from the end of the output's batch and head dimensions; -1 if the inputs do not broadcast.
+// Size of the output's dimension i from the end, a batch or head dimension; -1 if the inputs do not broadcast.
 int64_t broadcast_size(const CallInfo& c, int64_t i) {
   if (i == 3 && c.enable_gqa) return c.query.from_end(3);
   int64_t size = 1;
@@ -116,34 +123,89 @@ int64_t broadcast_size(const CallInfo& c, int64_t i) {
   return size;
 }
 
+void check_mask(const CallInfo& c) {
+  if (!c.attn_mask) return;
+  bool fits = true;
+  for (int64_t i = 1; i <= kMaxDims; ++i) {
+    const int64_t size = i == 1 ? c.key.from_end(2) : i == 2 ? c.query.from_end(2) : broadcast_size(c, i);
+    const int64_t own = c.attn_mask->from_end(i);
+    fits = fits && (own == 1 || own == size);
+  }
+  expect(fits, "value", c.function(),
+         "attn_mask that broadcasts to (*batch, heads, query length, key length), got ", *c.attn_mask, " with ",
+         c.query, " and ", c.key);
+}
+
 void check_shapes(const CallInfo& c) {
-  expect(c.query.from_end(1) == c.key.from_end(1), "value",
-         "query and key of the same width (last dimension), got ", shape(c.query), " and ", shape(c.key));
-  expect(c.key.from_end(2) == c.value.from_end(2), "value",
-         "key and value of the same length (second to last dimension), got ", shape(c.key), " and ",
-         shape(c.value));
+  expect(c.query.from_end(1) == c.key.from_end(1), "value", c.function(),
+         "query and key of the same width (last dimension), got ", c.query, " and ", c.key);
+  expect(length_of(c, c.key) == length_of(c, c.value), "value", c.function(), "key and value of the same length (",
+         c.packed() ? "first" : "second to last", " dimension), got ", c.key, " and ", c.value);
+  if (c.packed()) {
+    const int64_t query = heads_of(c, c.query);
+    expect(c.enable_gqa || (heads_of(c, c.key) == query && heads_of(c, c.value) == query), "value", c.function(),
+           "query, key and value of as many heads (or pass enable_gqa=True), got ", c.query, ", ",
+           c.key, ", ", c.value);
+    return;
+  }
   for (int64_t i = 3; i <= kMaxDims; ++i) {
-    const int64_t size = broadcast_size(c, i);
-    expect(size >= 0, "value",
+    expect(broadcast_size(c, i) >= 0, "value", c.function(),
            i == 3 ? "query, key and value heads that broadcast (equal, or 1; or pass enable_gqa=True), got "
                   : "leading dimensions of query, key and value that broadcast, got ",
-           shape(c.query), ", ", shape(c.key), ", ", shape(c.value));
-    if (c.attn_mask) {
-      const int64_t own = c.attn_mask->from_end(i);
-      expect(own == 1 || own == size, "value",
-             "attn_mask that broadcasts to (*batch, heads, query length, key length), got ", shape(*c.attn_mask),
-             " with ", shape(c.query), " and ", shape(c.key));
+           c.query, ", ", c.key, ", ", c.value);
+  }
+  check_mask(c);
+}
+
+// A tensor over the batch dimensions, followed by `trailing` numbers for each (-1: none).
+void check_per_batch(const CallInfo& c, const TensorInfo& t, int64_t trailing, const char* expected) {
+  const int64_t heads = trailing >= 0 ? 1 : 0;
+  bool fits = t.dim >= heads && (heads == 0 || t.from_end(1) == trailing);
+  for (int64_t i = 1 + heads; fits && i <= t.dim; ++i) {
+    const int64_t size = i + 3 - heads <= kMaxDims ? broadcast_size(c, i + 3 - heads) : 1;
+    fits = t.from_end(i) == size || t.from_end(i) == 1;
+  }
+  expect(fits, "value", c.function(), t.name, " of shape ", expected, ", got ", t, " with ", c.query);
+}
+
+void check_options(const CallInfo& c) {
+  expect(c.window_left >= -1 && c.window_right >= -1, "value", c.function(),
+         "window_size of two integers of at least -1 (-1: unlimited), got (", c.window_left, ", ", c.window_right, ")");
+  expect(c.softcap >= 0 && std::isfinite(c.softcap), "value", c.function(),
+         "softcap that is positive and finite, or None or 0 for none, got ", c.softcap);
+  expect(c.dropout_p >= 0 && c.dropout_p <= 1, "value", c.function(), "dropout_p from 0 to 1, got ", c.dropout_p);
+  const int64_t heads = c.packed() || c.enable_gqa ? heads_of(c, c.query) : broadcast_size(c, 3);
+  if (c.packed()) {
+    for (const auto* t : {&c.alibi_slopes, &c.sinks}) {
+      if (!*t) continue;
+      expect((*t)->from_end(1) == heads && (*t)->dim == 1, "value", c.function(), (*t)->name,
+             " of shape (query heads,), got ", **t, " with ", heads, " query heads");
     }
+    for (const auto* t : {&c.cu_seq_q, &c.cu_seq_k}) {
+      expect((*t)->dim == 1 && (*t)->size[0] >= 1, "value", c.function(), (*t)->name,
+             " of shape (sequences + 1,), got ", **t);
+    }
+    expect(c.cu_seq_q->size[0] == c.cu_seq_k->size[0], "value", c.function(),
+           "cu_seq_q and cu_seq_k of as many sequences, got ", *c.cu_seq_q, " and ", *c.cu_seq_k);
+    if (c.seqused_k) {
+      expect(c.seqused_k->dim == 1 && c.seqused_k->size[0] == c.cu_seq_q->size[0] - 1, "value", c.function(),
+             "seqused_k of shape (sequences,), got ", *c.seqused_k, " with ", *c.cu_seq_q);
+    }
+    return;
   }
-  if (c.attn_mask) {
-    const int64_t rows = c.attn_mask->from_end(2), columns = c.attn_mask->from_end(1);
-    expect((rows == 1 || rows == c.query.from_end(2)) && (columns == 1 || columns == c.key.from_end(2)), "value",
-           "attn_mask that broadcasts to (*batch, heads, query length, key length), got ", shape(*c.attn_mask),
-           " with query length ", c.query.from_end(2), " and key length ", c.key.from_end(2));
+  for (const auto* t : {&c.alibi_slopes, &c.sinks}) {
+    if (*t) check_per_batch(c, **t, heads, "(query heads,) or (*batch, query heads)");
   }
+  if (c.seqused_k) check_per_batch(c, *c.seqused_k, -1, "(*batch,)");
 }
 
 }  // namespace
+
+std::ostream& operator<<(std::ostream& s, const TensorInfo& t) {
+  write_shape(s, t);
+  return s;
+}
+std::ostream& operator<<(std::ostream& s, const DtypeName& name) { return s << dtype_name(name.dtype); }
 
 void raise(const char* kind, const std::string& text) {
   throw std::runtime_error("[" + std::string(kind) + "] " + text);
@@ -154,14 +216,16 @@ void check_call(const CallInfo& call) {
   check_dtypes(call);
   check_heads(call);
   check_shapes(call);
+  check_options(call);
 }
 
-void check_gradient(const TensorInfo& gradient, const TensorInfo& of) {
-  bool same = gradient.dim == of.dim;
-  for (int64_t i = 0; same && i < of.dim; ++i) same = gradient.size[i] == of.size[i];
-  expect(same, "value", gradient.name, " of the shape of ", shape(of), ", got ", shape(gradient));
-  expect(gradient.dtype == of.dtype, "type", gradient.name, " of the dtype of ", of.name, " (",
-         dtype_name(of.dtype), "), got ", dtype_name(gradient.dtype));
+void check_like(const TensorInfo& tensor, const TensorInfo& of) {
+  constexpr char kFunction[] = "scaled_dot_product_attention";
+  bool same = tensor.dim == of.dim;
+  for (int64_t i = 0; same && i < of.dim; ++i) same = tensor.size[i] == of.size[i];
+  expect(same, "value", kFunction, tensor.name, " of the shape of ", of, ", got ", tensor);
+  expect(tensor.dtype == of.dtype, "type", kFunction, tensor.name, " of the dtype of ", of.name, " (",
+         DtypeName(of.dtype), "), got ", DtypeName(tensor.dtype));
 }
 
 }  // namespace attention_ext

@@ -1,14 +1,16 @@
 // Every check of an argument, once, below the dispatcher and before anything is allocated.
 //
 // A check looks at shapes and dtypes only (TensorInfo), so that the same code serves real tensors and the fake
-// tensors of torch.compile. Its text is "[kind] function: expected <rule>, got <values>": the stable ABI can
-// only raise RuntimeError, and attention_ext/errors.py turns the kind into the exception's type.
+// tensors of torch.compile; what tensors hold (lengths, offsets) is checked where it is read, in pack_params.
+// The text is "[kind] function: expected <rule>, got <values>": the stable ABI can only raise RuntimeError, and
+// attention_ext/errors.py turns the kind into the exception's type.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
 #include <optional>
+#include <sstream>
 #include <string>
 
 namespace attention_ext {
@@ -26,19 +28,43 @@ struct TensorInfo {
   int64_t from_end(int64_t i) const { return i <= dim ? size[dim - i] : 1; }  // missing dimensions are 1
 };
 
+// For messages: "name (2, 4, 8)", and "torch.float32".
+std::ostream& operator<<(std::ostream& s, const TensorInfo& t);
+struct DtypeName {
+  explicit DtypeName(ScalarType t) : dtype(t) {}
+  ScalarType dtype;
+};
+std::ostream& operator<<(std::ostream& s, const DtypeName& name);
+
 // Arguments of an attention call that a check looks at.
 struct CallInfo {
   TensorInfo query, key, value;
-  std::optional<TensorInfo> attn_mask;
-  bool enable_gqa;
+  std::optional<TensorInfo> attn_mask = {}, alibi_slopes = {}, sinks = {}, seqused_k = {}, cu_seq_q = {}, cu_seq_k = {};
+  bool enable_gqa = false;
+  int64_t window_left = -1, window_right = -1;
+  double softcap = 0.0, dropout_p = 0.0;
+
+  // Packed sequences: (total, heads, width) instead of (*batch, heads, length, width).
+  bool packed() const { return cu_seq_q.has_value(); }
+  const char* function() const { return packed() ? "varlen_attn" : "scaled_dot_product_attention"; }
 };
 
 [[noreturn]] void raise(const char* kind, const std::string& text);
 
+// Throws "[kind] function: expected <parts>" unless the rule holds.
+template <class... Parts>
+void expect(bool rule, const char* kind, const char* function, const Parts&... parts) {
+  if (rule) return;
+  std::ostringstream text;
+  text << function << ": expected ";
+  (text << ... << parts);
+  raise(kind, text.str());
+}
+
 // Throws unless the call is legal.
 void check_call(const CallInfo& call);
 
-// A backward's gradient must have the shape it is the gradient of.
-void check_gradient(const TensorInfo& gradient, const TensorInfo& of);
+// A gradient or tangent must have the shape and dtype of what it belongs to.
+void check_like(const TensorInfo& tensor, const TensorInfo& of);
 
 }  // namespace attention_ext

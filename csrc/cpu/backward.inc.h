@@ -1,348 +1,333 @@
 // Backward: all gradients of one unit for one part of its rows, super-block by super-block.
 //
-//   P  = exp(scale * Q K^T + mask - lse)          delta = rowsum(dO * O) - dlse
-//   dS = P * (dO V^T - delta)
-//   dV += P^T dO      dK += scale * dS^T Q        dQ += scale * dS K
+//   P  = exp(score(scale * Q K^T) - lse)        delta = rowsum(P * dP) - dlse = rowsum(dO * O) + rowsum(P * dW) - dlse
+//   dP = Z * (dO V^T) + dW                      Z: dropout's factors, dW: gradient of the weights
+//   dS = P * (dP - delta)                       dU = score'(scale * Q K^T) * dS
+//   dV += (Z * P)^T dO      dK += scale * dU^T Q      dQ += scale * dU K      dslope = -sum dS * distance
 //
 // for each super-block of rows, for each kv tile, for each lane tile (queries along the lanes, as the forward):
 //   1. scores      S^T[key][lane] = K Q^T         the forward's step 1
-//   2. modify      x = S * scale * log2(e) + mask - lse * log2(e)
+//   2. modify      x = score(S) * log2(e) - m     m and l: the row's softmax state
 //   3. hide        P and dS are selected, not multiplied, to 0 outside the visible cells
-//   4. softmax     P = 2^x                        the forward's P / l
+//   4. softmax     P = 2^x / l                    as the forward's
 //   5. gradients   dS^T = P^T * (V dO^T - delta); then dV, dK by rows of keys over the whole super-block,
-//                  dQ^T[column][lane] += K^T dS^T
+//                  dQ^T[column][lane] += K^T dU^T
 //
 // dK and dV of the unit are accumulated in scratch, one owner, rows in order. A unit with many rows is cut into
 // parts of fixed size, each with accumulators of its own, that are added in order: whoever computes a part,
 // the sums are the same.
 
 template <class T>
-class Backward {
+class Backward : public Sweep<T> {
  public:
+  using Params = GradParams;
+  static const Params& params_of(const TangentParams& c) { return c.grad; }
   static int64_t most_tiles(const GradParams& g) {
-    const AttentionParams& p = g.forward;
-    const int64_t bytes = (3 * p.head_dim + 2 * p.value_dim + 2 * kBlock) * kLanes<T> * static_cast<int64_t>(sizeof(T));
-    return clamp_to(Tuning::kCacheBytes / bytes, 1, Tuning::kBackwardRows / kLanes<T>);
+    return Backward::tiles_that_fit(3 * g.forward.head_dim + 2 * g.forward.value_dim);
   }
 
   Backward(const GradParams& params, void* memory)
-      : g_(params), p_(params.forward), score_(p_.scale), most_tiles_(most_tiles(params)), arena_(memory) {
-    const int64_t rows = most_tiles_ * kLanes<T>;
-    tile_ = arena_.take<LaneTile<T>>(most_tiles_);
-    lse_ = arena_.take<T>(rows);
-    delta_ = arena_.take<T>(rows);
-    query_lanes_ = arena_.take<T>(rows * p_.head_dim);
-    grad_output_lanes_ = arena_.take<T>(rows * p_.value_dim);
-    output_lanes_ = arena_.take<T>(kLanes<T> * p_.value_dim);
-    query_rows_ = arena_.take<T>(rows * head_padded());
-    grad_output_rows_ = arena_.take<T>(rows * value_padded());
-    grad_query_ = arena_.take<T>(rows * p_.head_dim);
-    probs_ = arena_.take<T>(rows * kBlock);
-    grad_scores_ = arena_.take<T>(rows * kBlock);
-    addend_ = arena_.take<T>(p_.attn_mask.data ? kBlock * kLanes<T> + kWidth<T> : 0);
-    key_buffer_ = arena_.take<T>(kBlock * head_padded());
-    finite_key_buffer_ = arena_.take<T>(kBlock * head_padded());
-    value_buffer_ = arena_.take<T>(kBlock * value_padded());
-  }
-  int64_t scratch_bytes() const { return arena_.used(); }
-
-  // dK [seqlen_kv][head_dim, padded], then dV [seqlen_kv][value_dim, padded].
-  static int64_t accumulator_size(const AttentionParams& p) {
-    return p.seqlen_kv * (round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim));
+      : Sweep<T>(params.forward, most_tiles(params), memory), g_(params) {
+    const int64_t rows = this->most_rows();
+    delta_ = arena_.template take<T>(rows);
+    delta_sums_ = arena_.template take<T>(kLanes<T>);
+    slope_sums_ = arena_.template take<T>(rows);
+    grad_output_lanes_ = arena_.template take<T>(rows * p_.value_dim);
+    query_rows_ = arena_.template take<T>(rows * this->head_padded());
+    grad_output_rows_ = arena_.template take<T>(rows * this->value_padded());
+    grad_query_ = arena_.template take<T>(rows * p_.head_dim);
+    probs_ = arena_.template take<T>(rows * kBlock);
+    grad_scores_ = arena_.template take<T>(rows * kBlock);
+    grad_weights_ = arena_.template take<T>(g_.grad_weights.data ? kBlock * kLanes<T> : 0);
+    finite_key_buffer_ = arena_.template take<T>(kBlock * this->head_padded());
+    value_buffer_ = arena_.template take<T>(kBlock * this->value_padded());
   }
 
-  // Overwrites the accumulator with the sums over rows [first_row, last_row) and writes these rows' dQ.
+  // Overwrites the accumulator with the sums over rows [first_row, last_row) and writes these rows' results.
   void run(int64_t unit, int64_t first_row, int64_t last_row, T* accumulator) {
-    unit_ = unit_of(p_, unit);
-    memset(accumulator, 0, accumulator_size(p_) * sizeof(T));
-    grad_key_ = accumulator;
-    grad_value_ = accumulator + p_.seqlen_kv * head_padded();
-    for (int64_t row = first_row; row < last_row; row += most_tiles_ * kLanes<T>) {
-      const int64_t left = (last_row - row + kLanes<T> - 1) / kLanes<T>;
-      tiles_ = left < most_tiles_ ? left : most_tiles_;
-      super_block(row);
-    }
+    memset(accumulator, 0, KeyAccumulator<T>::size(p_) * sizeof(T));
+    sums_ = KeyAccumulator<T>(p_, accumulator);
+    this->for_super_blocks(unit, first_row, last_row, [&] { super_block(); });
   }
 
- private:
-  static constexpr int kVectors = Tuning::kLaneVectors;
-  static constexpr int kBlock = Tuning::kBackwardBlockKV;
-  int64_t head_padded() const { return round_up_to_vector<T>(p_.head_dim); }
-  int64_t value_padded() const { return round_up_to_vector<T>(p_.value_dim); }
-  int64_t stride() const { return tiles_ * kLanes<T>; }  // of probs_ and grad_scores_
+ protected:
+  using Sweep<T>::p_;
+  using Sweep<T>::score_;
+  using Sweep<T>::arena_;
+  using Sweep<T>::unit_;
+  using Sweep<T>::tile_;
+  using Sweep<T>::tiles_;
+  using Sweep<T>::first_key_;
+  using Sweep<T>::count_;
+  using Sweep<T>::key_;
+  using Sweep<T>::kVectors;
+  using Sweep<T>::kBlock;
 
-  void super_block(int64_t first_row) {
-    queries_finite_ = grad_outputs_finite_ = true;
-    for (int64_t t = 0; t < tiles_; ++t) start(t, first_row + t * kLanes<T>);
-    memset(grad_query_, 0, stride() * p_.head_dim * sizeof(T));
-    const char* keys = address(p_.key, p_, unit_, unit_.first_head / p_.key_group, 0);
-    const char* values = address(p_.value, p_, unit_, unit_.first_head / p_.value_group, 0);
-    const int64_t stop = tile_[tiles_ - 1].keys().end;
-    for (int64_t k = tile_[0].keys().begin / kBlock * kBlock; k < stop; k += kBlock) {
-      first_key_ = k;
-      count_ = stop - k < kBlock ? stop - k : kBlock;
-      const char* row[kBlock];
-      value_ = stage_rows<T>(p_.value, values + k * p_.value.row_stride * size_of(p_.value.dtype), count_,
-                             p_.value_dim, false, value_buffer_, row);
-      const char* first = keys + k * p_.key.row_stride * size_of(p_.key.dtype);
-      key_ = stage_rows<T>(p_.key, first, count_, p_.head_dim, false, key_buffer_, row);
-      finite_key_ = key_.summary.finite
+  void super_block() {
+    start_rows();
+    memset(grad_query_, 0, this->stride() * p_.head_dim * sizeof(T));
+    this->for_kv_tiles([&] {
+      stage_values();
+      const char* row[kBlock] = {};
+      finite_key_ = key_.finite
                         ? key_
-                        : stage_rows<T>(p_.key, first, count_, p_.head_dim, true, finite_key_buffer_, row);
-      for (int64_t t = 0; t < tiles_; ++t) lane_tile(t, row);
+                        : this->stage(p_.key, p_.key_group, p_.head_dim, Stage::kFiniteCopy, finite_key_buffer_, row);
+      for (int64_t t = 0; t < tiles_; ++t) lane_tile(t);
       gradients_of_keys();
-    }
-    alignas(64) T factor[kLanes<T>];
-    for (int64_t lane = 0; lane < kLanes<T>; ++lane) factor[lane] = score_.scale;
+    });
     for (int64_t t = 0; t < tiles_; ++t) {
-      const char* row[kLanes<T>];
-      row_addresses(g_.grad_query, p_, unit_, tile_[t], row);
-      unpack_lanes<T>(grad_query_ + t * p_.head_dim * kLanes<T>, kLanes<T>, factor,
-                      {row, tile_[t].count, g_.grad_query.column_stride, p_.head_dim, g_.grad_query.dtype});
+      this->write_lanes(g_.grad_query, tile_[t], grad_query_ + t * p_.head_dim * kLanes<T>, p_.head_dim, score_.scale);
+      if (g_.delta.data) write_rows(g_.delta, p_, unit_, tile_[t], delta_ + t * kLanes<T>);
+      if (g_.slope_sums.data) write_rows(g_.slope_sums, p_, unit_, tile_[t], slope_sums_ + t * kLanes<T>);
     }
   }
 
-  // Reads the rows of a lane tile: Q and dO as lanes and as rows, lse and delta.
-  void start(int64_t t, int64_t first_row) {
-    LaneTile<T>& tile = tile_[t];
-    describe_lanes(p_, unit_, first_row, tile);
-    const char* row[kLanes<T>];
-    row_addresses(p_.query, p_, unit_, tile, row);
-    const Rows queries{row, tile.count, p_.query.column_stride, p_.head_dim, p_.query.dtype};
-    pack_lanes<T>(queries, kLanes<T>, kLanes<T>, query_lanes_ + t * p_.head_dim * kLanes<T>);
-    queries_finite_ = copy_finite(queries, query_rows_ + t * kLanes<T> * head_padded(), head_padded()) && queries_finite_;
+  void stage_values() {
+    const char* row[kBlock] = {};
+    value_ = this->stage(p_.value, p_.value_group, p_.value_dim, Stage::kFinite, value_buffer_, row);
+  }
 
-    T* delta = delta_ + t * kLanes<T>;
-    T* lse = lse_ + t * kLanes<T>;
-    for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
-      // An empty row, or none at all: no P, whatever the scores are.
-      T x = -kInfinity<T>, grad = T(0);
-      if (lane < tile.count) {
-        const int64_t place = (unit_.batch * p_.num_heads + tile.heads[lane]) * p_.seqlen_q + tile.queries[lane];
-        x = static_cast<const T*>(p_.lse)[place];
-        if (g_.grad_lse.data) {
-          grad = load_scalar<T>(address(g_.grad_lse, p_, unit_, tile.heads[lane], tile.queries[lane]), g_.grad_lse.dtype);
-        }
+  // dO as lanes and as rows, Q as rows, delta.
+  void start_rows() {
+    queries_finite_ = grad_outputs_finite_ = true;
+    for (int64_t t = 0; t < tiles_; ++t) {
+      const LaneTile<T>& tile = tile_[t];
+      T* grads = grad_output_lanes_ + t * p_.value_dim * kLanes<T>;
+      this->pack_rows(g_.grad_output, tile, p_.value_dim, grads);
+      T* delta = delta_ + t * kLanes<T>;
+      this->dot_outputs(g_.grad_output, p_.output, tile, delta);
+      if (g_.grad_lse.data) {
+        alignas(64) T grad_lse[kLanes<T>];
+        read_rows(g_.grad_lse, p_, unit_, tile, grad_lse);
+        for (int64_t lane = 0; lane < kLanes<T>; ++lane) delta[lane] -= grad_lse[lane];
       }
-      lse[lane] = x == -kInfinity<T> ? T(1e30) : x * kLog2E<T>;
-      delta[lane] = -grad;
+      queries_finite_ &= this->finite_rows(p_.query, tile, p_.head_dim, query_rows_ + t * kLanes<T> * this->head_padded());
+      grad_outputs_finite_ &=
+          this->finite_rows(g_.grad_output, tile, p_.value_dim, grad_output_rows_ + t * kLanes<T> * this->value_padded());
     }
-    T* grad_lanes = grad_output_lanes_ + t * p_.value_dim * kLanes<T>;
-    T* grad_rows = grad_output_rows_ + t * kLanes<T> * value_padded();
-    if (!g_.grad_output.data) {
-      memset(grad_lanes, 0, kLanes<T> * p_.value_dim * sizeof(T));
-      memset(grad_rows, 0, kLanes<T> * value_padded() * sizeof(T));
-      return;
-    }
-    row_addresses(p_.output, p_, unit_, tile, row);
-    pack_lanes<T>({row, tile.count, p_.output.column_stride, p_.value_dim, p_.output.dtype}, kLanes<T>, kLanes<T>,
-                  output_lanes_);
-    row_addresses(g_.grad_output, p_, unit_, tile, row);
-    const Rows grads{row, tile.count, g_.grad_output.column_stride, p_.value_dim, g_.grad_output.dtype};
-    pack_lanes<T>(grads, kLanes<T>, kLanes<T>, grad_lanes);
-    grad_outputs_finite_ = copy_finite(grads, grad_rows, value_padded()) && grad_outputs_finite_;
-    for (int v = 0; v < kVectors; ++v) {
-      Vec<T> sum = {};
-      for (int64_t c = 0; c < p_.value_dim; ++c) {
-        sum = fma(load(grad_lanes + c * kLanes<T> + v * kWidth<T>), load(output_lanes_ + c * kLanes<T> + v * kWidth<T>),
-                  sum);
+    memset(slope_sums_, 0, this->stride() * sizeof(T));
+    sum_deltas();
+  }
+
+  // delta = rowsum(P * dP) - dlse in a sweep of its own, where rowsum(dO * O) will not do: with a gradient of the
+  // weights, and in rows of large scores, whose reference moved or whose sum of powers passed 2^20 (an empty
+  // row's factor of 0 counts too). There P is near 0 or 1, dP - delta cancels, and only the very same P and dP
+  // cancel well.
+  void sum_deltas() {
+    alignas(64) T grad_lse[kLanes<T>];
+    for (int64_t t = 0; t < tiles_; ++t) {
+      Mask<T> moved = {};
+      for (int v = 0; v < kVectors; ++v) moved |= needs_sweep(t, v);
+      if (!any(moved)) continue;
+      T* sum = delta_sums_;
+      memset(sum, 0, kLanes<T> * sizeof(T));
+      this->for_all_kv_tiles([&] {
+        stage_values();
+        add_deltas(t, sum);
+      });
+      memset(grad_lse, 0, sizeof(grad_lse));
+      if (g_.grad_lse.data) read_rows(g_.grad_lse, p_, unit_, tile_[t], grad_lse);
+      for (int v = 0; v < kVectors; ++v) {
+        T* delta = delta_ + t * kLanes<T> + v * kWidth<T>;
+        store(delta, needs_sweep(t, v) ? load(sum + v * kWidth<T>) - load(grad_lse + v * kWidth<T>) : load(delta));
       }
-      store(delta + v * kWidth<T>, load(delta + v * kWidth<T>) + sum);
+    }
+  }
+  Mask<T> needs_sweep(int64_t t, int v) const {
+    if (g_.grad_weights.data) return ~Mask<T>{};
+    const int64_t lane = t * kLanes<T> + v * kWidth<T>;
+    return (load(this->reference_ + lane) != T(0)) | (load(this->factor_ + lane) < T(0x1p-20));
+  }
+  void add_deltas(int64_t t, T* sum) {
+    const CellTile<T> cells = this->cells_of(t);
+    if (cells.empty()) return;
+    if (g_.grad_weights.data) this->pack_cells(g_.grad_weights, cells, grad_weights_);
+    const int64_t stride = this->stride();
+    T* probs = probs_ + t * kLanes<T>;
+    T* grad_probs = grad_scores_ + t * kLanes<T>;
+    for (int i = 0; i < cells.segments.size; ++i) {
+      const Segment& s = cells.segments.segment[i];
+      products(t, s, probs, grad_probs);
+      this->for_cells(s, [&](int v, int64_t k) {
+        const int64_t place = k * stride + v * kWidth<T>;
+        const Vec<T> prob = this->prob(cells, load(probs + place), t, v, k);
+        const Vec<T> product = keep<T>(cells.visible(v, k), prob * grad_prob(cells, load(grad_probs + place), v, k));
+        store(sum + v * kWidth<T>, load(sum + v * kWidth<T>) + product);
+      });
     }
   }
 
-  // Rows for the sums over queries; NaN and infinity are left out and the answer is false. Missing rows are 0.
-  static bool copy_finite(const Rows& rows, T* dst, int64_t padded) {
-    copy_rows<T, false>(rows, dst, padded);
-    memset(dst + rows.count * padded, 0, (kLanes<T> - rows.count) * padded * sizeof(T));
-    const bool finite = summarize_rows<T>(dst, padded, rows.count, padded).finite;
-    if (!finite) copy_rows<T, true>(rows, dst, padded);
-    return finite;
+  // For MaskGradient: per super-block, per kv tile, and the dS^T[key][lane] of one lane tile.
+  void start_mask_rows() { start_rows(); }
+  void start_mask_keys() { stage_values(); }
+  const T* mask_gradient_cells(int64_t t, const CellTile<T>& cells) {
+    this->clear_unless_whole(cells, t, grad_scores_);
+    if (!cells.empty()) probs_and_grad_scores(t, cells, /*before_softcap=*/true);
+    return grad_scores_ + t * kLanes<T>;
   }
 
   // Steps 1 to 5 for one lane tile; what is left of step 5 sums over the whole super-block.
-  void lane_tile(int64_t t, const char* const* key_row) {
-    const LaneTile<T>& tile = tile_[t];
-    const Segments<T> segments(tile, first_key_, count_);
-    T* probs = probs_ + t * kLanes<T>;
-    T* grad_scores = grad_scores_ + t * kLanes<T>;
-    const bool whole = segments.size == 1 && segments.segment[0].end - segments.segment[0].begin == count_ &&
-                       segments.segment[0].last_vector - segments.segment[0].first_vector == kVectors;
-    if (!whole) {
-      for (int64_t k = 0; k < count_; ++k) {
-        memset(probs + k * stride(), 0, kLanes<T> * sizeof(T));
-        memset(grad_scores + k * stride(), 0, kLanes<T> * sizeof(T));
-      }
+  void lane_tile(int64_t t) {
+    const CellTile<T> cells = this->cells_of(t);
+    this->clear_unless_whole(cells, t, probs_);
+    this->clear_unless_whole(cells, t, grad_scores_);
+    if (cells.empty()) return;
+    T* grad_query = grad_query_ + t * p_.head_dim * kLanes<T>;
+    const T* grad_scores = grad_scores_ + t * kLanes<T>;
+    probs_and_grad_scores(t, cells);
+    for (int i = 0; i < cells.segments.size; ++i) {
+      add_transposed_product<T>(finite_key_, p_.head_dim, cells.segments.segment[i], grad_scores, this->stride(),
+                                grad_query);
     }
-    if (segments.size == 0) return;
-    MaskTile mask = MaskTile::kNone;
-    if (p_.attn_mask.data) {
-      mask = pack_mask(p_, tile, first_key_, segments.segment[0].begin, segments.segment[segments.size - 1].end,
-                       addend_);
+    if (!key_.finite) {
+      this->add_non_finite_keys(cells, p_.key, this->key_row_, p_.head_dim, grad_scores, this->stride(), grad_query);
     }
-    const LaneIntervals<T> lanes(tile, first_key_, count_);
-    for (int i = 0; i < segments.size; ++i) {
-      const Segment& s = segments.segment[i];
-      with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
-        if (s.partial || mask != MaskTile::kNone) {
-          probs_and_grad_scores<decltype(vectors)::value, true>(t, s, lanes, mask);
-        } else {
-          probs_and_grad_scores<decltype(vectors)::value, false>(t, s, lanes, mask);
-        }
-      });
-      gradient_of_queries(t, s);
+    if (!queries_finite_) {
+      this->add_non_finite_lanes(cells, this->query_of(t), p_.head_dim, grad_scores, this->stride(), sums_.key,
+                                 this->head_padded());
     }
-    if (!key_.summary.finite) add_non_finite_keys(t, mask, key_row);
-    if (!queries_finite_ || !grad_outputs_finite_) add_non_finite_rows(t, mask);
+    if (!grad_outputs_finite_) {
+      this->add_non_finite_lanes(cells, grad_output_lanes_ + t * p_.value_dim * kLanes<T>, p_.value_dim,
+                                 probs_ + t * kLanes<T>, this->stride(), sums_.value, this->value_padded());
+    }
   }
 
-  template <int kN, bool kHide>
-  void probs_and_grad_scores(int64_t t, const Segment& s, const LaneIntervals<T>& lanes, MaskTile mask) {
-    const int64_t first = s.first_vector * kWidth<T>, lane = t * kLanes<T> + first;
-    const T* query = query_lanes_ + t * p_.head_dim * kLanes<T> + first;
-    const T* grad_output = grad_output_lanes_ + t * p_.value_dim * kLanes<T> + first;
+  // probs_ = Z * P and grad_scores_ = dU (dS if before_softcap: what a mask's gradient is made of).
+  void probs_and_grad_scores(int64_t t, const CellTile<T>& cells, bool before_softcap = false) {
+    const bool simple = this->simple(cells) && !g_.grad_weights.data && p_.head_dim <= kBlockDepth &&
+                        p_.value_dim <= kBlockDepth;
+    if (!simple && g_.grad_weights.data) this->pack_cells(g_.grad_weights, cells, grad_weights_);
+    for (int i = 0; i < cells.segments.size; ++i) {
+      const Segment& s = cells.segments.segment[i];
+      if (!simple) {
+        general_cells(t, s, cells, before_softcap);
+        continue;
+      }
+      with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
+        if (s.partial) {
+          simple_cells<decltype(vectors)::value, true>(t, s, cells);
+        } else {
+          simple_cells<decltype(vectors)::value, false>(t, s, cells);
+        }
+      });
+    }
+  }
+
+  // In registers: a plain score, hidden by the interval alone.
+  template <int kN, bool kPartial>
+  void simple_cells(int64_t t, const Segment& s, const CellTile<T>& cells) {
+    // Local copies: the stores below might change members, for all that the compiler knows.
+    const int first_vector = s.first_vector;
+    const int64_t first = first_vector * kWidth<T>, lane = t * kLanes<T> + first, stride = this->stride();
+    const T* const query = this->query_of(t) + first;
+    const T* const grad_output = grad_output_lanes_ + t * p_.value_dim * kLanes<T> + first;
+    const T* const references = this->reference_ + lane;
+    const T* const sums = this->sum_ + lane;
+    const T* const factors = this->factor_ + lane;
+    const T* const deltas = delta_ + lane;
+    T* const __restrict probs = probs_ + lane;
+    T* const __restrict grad_scores = grad_scores_ + lane;
+    const StagedRows<T> key = key_, value = value_;
+    const ScoreParams<T> score = score_;
+    const int64_t head_dim = p_.head_dim, value_dim = p_.value_dim;
     for_row_blocks(s.begin, s.end, [&](int64_t k, auto rows) {
       constexpr int kRows = decltype(rows)::value;
       Vec<T> sum[kRows][kN];
-      broadcast_rows<T, kRows, kN>(key_.data + k * key_.stride, key_.stride, query, kLanes<T>, p_.head_dim, sum);
+      broadcast_rows<T, kRows, kN>(key.data + k * key.stride, key.stride, query, kLanes<T>, head_dim, sum);
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
         for (int v = 0; v < kN; ++v) {
-          const Vec<T> lse = load(lse_ + lane + v * kWidth<T>);
-          Vec<T> x = plain_exponent(score_, sum[i][v], lse);
-          if (kHide && mask != MaskTile::kNone) {
-            x = masked_exponent(score_, sum[i][v], load(addend_ + (k + i) * kLanes<T> + first + v * kWidth<T>), lse);
-          }
-          x = exp2_or_zero<T>(x);
-          if (kHide) x = keep<T>(lanes.visible(s.first_vector + v, k + i), x);
-          store(probs_ + (k + i) * stride() + lane + v * kWidth<T>, x);
+          const Vec<T> reference = load(references + v * kWidth<T>);
+          const Vec<T> power = exp2_or_zero<T>(plain_exponent(score, sum[i][v], reference));
+          Vec<T> x = share<T>(power, load(sums + v * kWidth<T>), load(factors + v * kWidth<T>));
+          if (kPartial) x = keep<T>(cells.intervals.visible(first_vector + v, k + i), x);
+          store(probs + (k + i) * stride + v * kWidth<T>, x);
         }
       }
-      broadcast_rows<T, kRows, kN>(value_.data + k * value_.stride, value_.stride, grad_output, kLanes<T>,
-                                   p_.value_dim, sum);
+      broadcast_rows<T, kRows, kN>(value.data + k * value.stride, value.stride, grad_output, kLanes<T>, value_dim, sum);
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
         for (int v = 0; v < kN; ++v) {
-          const int64_t place = (k + i) * stride() + lane + v * kWidth<T>;
-          Vec<T> x = load(probs_ + place) * (sum[i][v] - load(delta_ + lane + v * kWidth<T>));
-          if (kHide) {
-            Mask<T> visible = lanes.visible(s.first_vector + v, k + i);
-            if (mask != MaskTile::kNone) {
-              visible &= load(addend_ + (k + i) * kLanes<T> + first + v * kWidth<T>) != -kInfinity<T>;
-            }
-            x = keep<T>(visible, x);
-          }
-          store(grad_scores_ + place, x);
+          const int64_t place = (k + i) * stride + v * kWidth<T>;
+          Vec<T> x = load(probs + place) * (sum[i][v] - load(deltas + v * kWidth<T>));
+          if (kPartial) x = keep<T>(cells.intervals.visible(first_vector + v, k + i), x);
+          store(grad_scores + place, x);
         }
       }
     });
   }
 
-  // dQ^T += K^T dS^T
-  void gradient_of_queries(int64_t t, const Segment& s) {
+  // Q K^T and dO V^T of a segment, as they are.
+  void products(int64_t t, const Segment& s, T* dots, T* grad_dots) const {
     const int64_t first = s.first_vector * kWidth<T>;
-    const T* grad_scores = grad_scores_ + s.begin * stride() + t * kLanes<T> + first;
-    const T* key = finite_key_.data + s.begin * finite_key_.stride;
-    T* out = grad_query_ + t * p_.head_dim * kLanes<T> + first;
-    with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
-      for_row_blocks(0, p_.head_dim, [&](int64_t c, auto columns) {
-        broadcast_columns<T, decltype(columns)::value, decltype(vectors)::value>(
-            key + c, finite_key_.stride, grad_scores, stride(), s.end - s.begin, out + c * kLanes<T>, kLanes<T>);
-      });
+    product_tile<T>(key_, this->query_of(t) + first, p_.head_dim, s, dots, this->stride());
+    product_tile<T>(value_, grad_output_lanes_ + t * p_.value_dim * kLanes<T> + first, p_.value_dim, s, grad_dots,
+                    this->stride());
+  }
+  // dP of a cell.
+  ATTENTION_EXT_INLINE Vec<T> grad_prob(const CellTile<T>& cells, Vec<T> dot, int v, int64_t k) const {
+    Vec<T> x = dot * cells.dropout_at(v, k);
+    if (g_.grad_weights.data) x += load(grad_weights_ + k * kLanes<T> + v * kWidth<T>);
+    return x;
+  }
+
+  // In passes over the tile: every option.
+  void general_cells(int64_t t, const Segment& s, const CellTile<T>& cells, bool before_softcap) {
+    const int64_t stride = this->stride();
+    T* probs = probs_ + t * kLanes<T>;
+    T* grad_scores = grad_scores_ + t * kLanes<T>;
+    products(t, s, probs, grad_scores);
+    this->for_cells(s, [&](int v, int64_t k) {
+      const int64_t place = k * stride + v * kWidth<T>;
+      const Vec<T> dot = load(probs + place);
+      const Vec<T> prob = this->prob(cells, dot, t, v, k), factor = cells.dropout_at(v, k);
+      const Mask<T> visible = cells.visible(v, k);
+      const Vec<T> centered =
+          grad_prob(cells, load(grad_scores + place), v, k) - load(delta_ + t * kLanes<T> + v * kWidth<T>);
+      Vec<T> grad = keep<T>(visible, prob * centered);
+      if (score_.alibi) {
+        T* sum = slope_sums_ + t * kLanes<T> + v * kWidth<T>;
+        store(sum, fma(-grad, cells.distance(v, k), load(sum)));
+      }
+      if (score_.softcap != T(0) && !before_softcap) grad = keep<T>(visible, grad * score_slope(score_, dot).first);
+      store(probs + place, prob * factor);
+      store(grad_scores + place, grad);
     });
   }
 
-  // dV += P^T dO and dK += dS^T Q over the vectors of rows that see a key of the block.
+  // dV += (Z P)^T dO and dK += dU^T Q over the vectors of rows that see a key of the block.
   void gradients_of_keys() {
-    const int vectors = static_cast<int>(tiles_) * kVectors;
-    const auto end_of = [&](int v) { return tile_[v / kVectors].end[(v % kVectors + 1) * kWidth<T> - 1]; };
-    const auto begin_of = [&](int v) { return tile_[v / kVectors].begin[v % kVectors * kWidth<T>]; };
-    int first = 0, last = 0;
-    for_row_blocks(0, count_, [&](int64_t k, auto rows) {
+    const int64_t stride = this->stride(), head_padded = this->head_padded(), value_padded = this->value_padded();
+    for_key_blocks(tile_, tiles_, first_key_, count_, [&](int64_t k, auto rows, int64_t begin, int64_t end) {
       constexpr int kRows = decltype(rows)::value;
-      while (first < vectors && end_of(first) <= first_key_ + k) ++first;
-      while (last < vectors && begin_of(last) < first_key_ + k + kRows) ++last;
-      if (first >= last) return;
-      const int64_t begin = first * kWidth<T>, end = last * kWidth<T>, row = first_key_ + k;
-      add_product<T, kRows>(probs_ + k * stride(), stride(), grad_output_rows_, value_padded(), begin, end,
-                            value_padded(), grad_value_ + row * value_padded(), value_padded());
-      add_product<T, kRows>(grad_scores_ + k * stride(), stride(), query_rows_, head_padded(), begin, end,
-                            head_padded(), grad_key_ + row * head_padded(), head_padded());
+      const int64_t row = first_key_ + k;
+      add_product<T, kRows>(probs_ + k * stride, stride, grad_output_rows_, value_padded, begin, end, value_padded,
+                            sums_.value + row * value_padded, value_padded);
+      add_product<T, kRows>(grad_scores_ + k * stride, stride, query_rows_, head_padded, begin, end, head_padded,
+                            sums_.key + row * head_padded, head_padded);
     });
-  }
-
-  // NaN and infinity were left out of the products; the cells that see them get theirs now.
-  void add_non_finite_keys(int64_t t, MaskTile mask, const char* const* key_row) {
-    const int64_t step = p_.key.column_stride * size_of(p_.key.dtype);
-    for (int64_t k = 0; k < count_; ++k) {
-      for (int64_t c = 0; c < p_.head_dim; ++c) {
-        const T x = load_scalar<T>(key_row[k] + c * step, p_.key.dtype);
-        if (x - x == T(0)) continue;
-        T* out = grad_query_ + (t * p_.head_dim + c) * kLanes<T>;
-        for (int64_t lane = 0; lane < tile_[t].count; ++lane) {
-          if (cell_visible(tile_[t], lane, first_key_, k, mask, addend_)) {
-            out[lane] += grad_scores_[k * stride() + t * kLanes<T> + lane] * x;
-          }
-        }
-      }
-    }
-  }
-  void add_non_finite_rows(int64_t t, MaskTile mask) {
-    if (!queries_finite_) {
-      add_non_finite_lanes(t, mask, query_lanes_ + t * p_.head_dim * kLanes<T>, p_.head_dim, grad_scores_, grad_key_,
-                           head_padded());
-    }
-    if (!grad_outputs_finite_) {
-      add_non_finite_lanes(t, mask, grad_output_lanes_ + t * p_.value_dim * kLanes<T>, p_.value_dim, probs_,
-                           grad_value_, value_padded());
-    }
-  }
-  void add_non_finite_lanes(int64_t t, MaskTile mask, const T* lanes, int64_t columns, const T* weight, T* out,
-                            int64_t padded) {
-    for (int64_t lane = 0; lane < tile_[t].count; ++lane) {
-      for (int64_t c = 0; c < columns; ++c) {
-        const T x = lanes[c * kLanes<T> + lane];
-        if (x - x == T(0)) continue;
-        for (int64_t k = 0; k < count_; ++k) {
-          if (cell_visible(tile_[t], lane, first_key_, k, mask, addend_)) {
-            out[(first_key_ + k) * padded + c] += weight[k * stride() + t * kLanes<T> + lane] * x;
-          }
-        }
-      }
-    }
   }
 
   const GradParams& g_;
-  const AttentionParams& p_;
-  const ScoreParams<T> score_;
-  const int64_t most_tiles_;
-  Arena arena_;
-  Unit unit_{};
-  int64_t tiles_ = 0;
+  KeyAccumulator<T> sums_;
 
   // Per lane tile of the super-block; [rows] stands for [tiles][kLanes].
-  LaneTile<T>* tile_;           // [tiles]
-  T* lse_;                      // [rows]: powers of two
-  T* delta_;                    // [rows]
-  T* query_lanes_;              // [tiles][head_dim][kLanes]
-  T* grad_output_lanes_;        // [tiles][value_dim][kLanes]
-  T* output_lanes_;             // [value_dim][kLanes]: of one lane tile
-  T* query_rows_;               // [rows][head_dim, padded]: finite
-  T* grad_output_rows_;         // [rows][value_dim, padded]: finite
-  T* grad_query_;               // [tiles][head_dim][kLanes]
+  T* delta_;              // [rows]
+  T* delta_sums_;        // [kLanes]: deltas of one lane tile, while they are summed
+  T* slope_sums_;         // [rows]
+  T* grad_output_lanes_;  // [tiles][value_dim][kLanes]
+  T* query_rows_;         // [rows][head_dim, padded]: finite
+  T* grad_output_rows_;   // [rows][value_dim, padded]: finite
+  T* grad_query_;         // [tiles][head_dim][kLanes]
   bool queries_finite_ = true, grad_outputs_finite_ = true;
 
   // Of the current kv tile.
-  int64_t first_key_ = 0, count_ = 0;
-  StagedRows<T> key_{}, finite_key_{}, value_{};
-  T* probs_;                    // [kBlock][rows]
-  T* grad_scores_;              // [kBlock][rows]
-  T* addend_;                   // [kBlock][kLanes]: the mask
-  T* key_buffer_;               // [kBlock][head_dim, padded]
-  T* finite_key_buffer_;
-  T* value_buffer_;             // [kBlock][value_dim, padded]
-  T* grad_key_ = nullptr;       // [seqlen_kv][head_dim, padded]
-  T* grad_value_ = nullptr;     // [seqlen_kv][value_dim, padded]
+  StagedRows<T> finite_key_{}, value_{};
+  T* probs_;              // [kBlock][rows]
+  T* grad_scores_;        // [kBlock][rows]
+  T* grad_weights_;       // [kBlock][kLanes]: of one lane tile
+  T* finite_key_buffer_;  // [kBlock][head_dim, padded]
+  T* value_buffer_;       // [kBlock][value_dim, padded]
 };

@@ -1,17 +1,17 @@
 // Forward: one super-block of rows of one unit against all keys that they see.
 //
-//   output = softmax(scale * Q K^T + mask) V,   lse = log sum exp        per row
+//   output = dropout(softmax(score(scale * Q K^T))) V,   lse = log sum exp(score)        per row
 //
 // for each kv tile (kBlockKV keys at fixed bounds, read or converted once for the whole super-block):
 //   for each lane tile (kLanes rows, queries along the lanes):
 //     1. scores      S^T[key][lane] = K Q^T
-//     2. modify      x = S * scale * log2(e) + mask - m
+//     2. modify      x = score(S) * log2(e) - m              (score.inc.h)
 //     3. hide        cells outside a row's interval or masked off become exact zeros of P
 //     4. softmax     P = 2^x, l += sum P; m moves where it must (online_softmax.inc.h)
-//     5. accumulate  acc^T[column][lane] += V^T P^T
+//     5. accumulate  acc^T[column][lane] += V^T dropout(P^T)
 // then output = acc / l, transposed back into the caller's layout.
 //
-// Where |q||k| bounds every score of the tile, no m can move and steps 1 to 4 are one pass with the scores in
+// Where |q||k| bounds every score of the tile and nothing modifies them, no m can move and steps 1 to 4 are one pass with the scores in
 // registers; otherwise they are three passes over a tile in the L1 cache, with the same bits for every row.
 
 template <class T>
@@ -24,7 +24,7 @@ class Forward {
   }
 
   Forward(const AttentionParams& params, int64_t tiles, void* memory)
-      : p_(params), score_(params.scale), tiles_(tiles), arena_(memory) {
+      : p_(params), score_(params), tiles_(tiles), arena_(memory) {
     tile_ = arena_.take<LaneTile<T>>(tiles);
     state_ = arena_.take<SoftmaxState<T>>(tiles * Tuning::kLaneVectors);
     query_bound_ = arena_.take<T>(tiles);
@@ -32,7 +32,8 @@ class Forward {
     query_ = arena_.take<T>(tiles * p_.head_dim * kLanes<T>);
     acc_ = arena_.take<T>(tiles * p_.value_dim * kLanes<T>);
     probs_ = arena_.take<T>(kBlockKV * kLanes<T>);
-    addend_ = arena_.take<T>(p_.attn_mask.data ? kBlockKV * kLanes<T> + kWidth<T> : 0);
+    addend_ = arena_.take<T>(p_.attn_mask.data ? kBlockKV * kLanes<T> : 0);
+    dropout_ = arena_.take<T>(p_.dropout.probability > 0 ? kBlockKV * kLanes<T> : 0);
     key_buffer_ = arena_.take<T>(kBlockKV * round_up_to_vector<T>(p_.head_dim));
     value_buffer_ = arena_.take<T>(kBlockKV * round_up_to_vector<T>(p_.value_dim));
   }
@@ -40,20 +41,18 @@ class Forward {
 
   void run(int64_t unit, int64_t first_row) {
     unit_ = unit_of(p_, unit);
-    const int64_t left = (p_.rows_per_unit() - first_row + kLanes<T> - 1) / kLanes<T>;
+    const int64_t left = (unit_.rows(p_) - first_row + kLanes<T> - 1) / kLanes<T>;
+    if (left <= 0) return;  // a shorter sequence than the longest
     const int64_t tiles = left < tiles_ ? left : tiles_;
     for (int64_t t = 0; t < tiles; ++t) start(t, first_row + t * kLanes<T>);
-    const char* keys = address(p_.key, p_, unit_, unit_.first_head / p_.key_group, 0);
-    const char* values = address(p_.value, p_, unit_, unit_.first_head / p_.value_group, 0);
     const int64_t stop = tile_[tiles - 1].keys().end;
     for (int64_t k = tile_[0].keys().begin / kBlockKV * kBlockKV; k < stop; k += kBlockKV) {
       first_key_ = k;
       count_ = stop - k < kBlockKV ? stop - k : kBlockKV;
-      const char* row[kBlockKV];
-      key_ = stage_rows<T>(p_.key, keys + k * p_.key.row_stride * size_of(p_.key.dtype), count_, p_.head_dim, false,
-                           key_buffer_, row);
-      value_ = stage_rows<T>(p_.value, values + k * p_.value.row_stride * size_of(p_.value.dtype), count_,
-                             p_.value_dim, true, value_buffer_, row);
+      const char* row[kBlockKV] = {};
+      key_ = stage_keys<T>(p_, unit_, p_.key, p_.key_group, k, count_, p_.head_dim, Stage::kNorm, key_buffer_, row);
+      value_ = stage_keys<T>(p_, unit_, p_.value, p_.value_group, k, count_, p_.value_dim, Stage::kFiniteCopy, value_buffer_,
+                             row);
       for (int64_t t = 0; t < tiles; ++t) attend(t, row);
     }
     for (int64_t t = 0; t < tiles; ++t) finish(t);
@@ -89,27 +88,28 @@ class Forward {
 
   // Steps 1 to 5 for one lane tile and the current kv tile.
   void attend(int64_t t, const char* const* value_row) {
-    const LaneTile<T>& tile = tile_[t];
-    const Segments<T> segments(tile, first_key_, count_);
-    if (segments.size == 0) return;
-    const LaneIntervals<T> lanes(tile, first_key_, count_);
-    MaskTile mask = MaskTile::kNone;
+    CellTile<T> cells(tile_[t], first_key_, count_);
+    if (cells.empty()) return;
     if (p_.attn_mask.data) {
-      mask = pack_mask(p_, tile, first_key_, segments.segment[0].begin, segments.segment[segments.size - 1].end,
-                       addend_);
-      if (mask == MaskTile::kAllHidden) return;
+      cells.mask = pack_mask(p_.attn_mask, tile_[t], first_key_, cells.begin(), cells.end(), addend_);
+      cells.addend = addend_;
+      if (cells.empty()) return;
     }
     const T bound = query_bound_[t];
-    const bool bounded = bound > T(0) && query_norm2_[t] * key_.summary.largest_norm2 <= bound * bound;
+    const bool bounded = bound > T(0) && query_norm2_[t] * key_.norm2 <= bound * bound;
     Vec<T> tile_sum[kVectors] = {};
-    if (mask == MaskTile::kNone && bounded) {
-      for (int s = 0; s < segments.size; ++s) bounded_probs(t, segments.segment[s], lanes, tile_sum);
+    if (cells.mask == MaskTile::kNone && bounded && score_.plain() && p_.head_dim <= kBlockDepth) {
+      for (int s = 0; s < cells.segments.size; ++s) bounded_probs(t, cells.segments.segment[s], cells, tile_sum);
     } else {
-      general_probs(t, segments, lanes, mask, tile_sum);
+      general_probs(t, cells, tile_sum);
     }
     for (int v = 0; v < kVectors; ++v) state_[t * kVectors + v].sum += tile_sum[v];
-    for (int s = 0; s < segments.size; ++s) accumulate(t, segments.segment[s]);
-    if (!value_.summary.finite) add_non_finite_values(t, mask, value_row);
+    if (p_.dropout.probability > 0) drop(t, cells);
+    for (int s = 0; s < cells.segments.size; ++s) {
+      add_transposed_product<T>(value_, p_.value_dim, cells.segments.segment[s], probs_, kLanes<T>,
+                                acc_ + t * p_.value_dim * kLanes<T>);
+    }
+    if (!value_.finite) add_non_finite_values(t, cells, value_row);
   }
 
   const T* query_of(int64_t t, const Segment& s) const {
@@ -117,17 +117,17 @@ class Forward {
   }
 
   // Steps 1 to 4 in one pass: no score of the tile can move a reference.
-  void bounded_probs(int64_t t, const Segment& s, const LaneIntervals<T>& lanes, Vec<T>* tile_sum) {
+  void bounded_probs(int64_t t, const Segment& s, const CellTile<T>& cells, Vec<T>* tile_sum) {
     with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
       if (s.partial) {
-        bounded_probs<decltype(vectors)::value, true>(t, s, lanes, tile_sum);
+        bounded_probs<decltype(vectors)::value, true>(t, s, cells, tile_sum);
       } else {
-        bounded_probs<decltype(vectors)::value, false>(t, s, lanes, tile_sum);
+        bounded_probs<decltype(vectors)::value, false>(t, s, cells, tile_sum);
       }
     });
   }
   template <int kN, bool kPartial>
-  void bounded_probs(int64_t t, const Segment& s, const LaneIntervals<T>& lanes, Vec<T>* tile_sum) {
+  void bounded_probs(int64_t t, const Segment& s, const CellTile<T>& cells, Vec<T>* tile_sum) {
     const SoftmaxState<T>* state = state_ + t * kVectors + s.first_vector;
     const T* query = query_of(t, s);
     for_row_blocks(s.begin, s.end, [&](int64_t k, auto rows) {
@@ -140,7 +140,7 @@ class Forward {
 #pragma GCC unroll 4
         for (int v = 0; v < kN; ++v) {
           Vec<T> x = exp2_bounded(plain_exponent(score_, dot[i][v], state[v].reference));
-          if (kPartial) x = keep<T>(lanes.visible(s.first_vector + v, k + i), x);
+          if (kPartial) x = keep<T>(cells.intervals.visible(s.first_vector + v, k + i), x);
           store(probs_ + (k + i) * kLanes<T> + (s.first_vector + v) * kWidth<T>, x);
           sum[v] += x;
         }
@@ -150,28 +150,55 @@ class Forward {
   }
 
   // Steps 1 to 4 in passes over the tile.
-  void general_probs(int64_t t, const Segments<T>& segments, const LaneIntervals<T>& lanes, MaskTile mask,
-                     Vec<T>* tile_sum) {
-    SoftmaxState<T>* state = state_ + t * kVectors;
+  void general_probs(int64_t t, const CellTile<T>& cells, Vec<T>* tile_sum) {
     Vec<T> largest[kVectors];
+    exponents(t, cells, largest);
+    bool moved = false;
+    for (int v = 0; v < kVectors; ++v) moved |= move_reference(t, v, largest[v]);
+    if (moved) {
+      exponents(t, cells, largest);
+      bound_queries(t);
+    }
+    for (int i = 0; i < cells.segments.size; ++i) powers(cells.segments.segment[i], tile_sum);
+  }
+
+  // probs_ = x - m, -infinity where hidden, and the largest of each lane.
+  void exponents(int64_t t, const CellTile<T>& cells, Vec<T>* largest) {
+    const SoftmaxState<T>* state = state_ + t * kVectors;
     for (int v = 0; v < kVectors; ++v) largest[v] = broadcast(-kInfinity<T>);
-    for (int i = 0; i < segments.size; ++i) {
-      const Segment& s = segments.segment[i];
-      raw_scores(t, s);
+    for (int i = 0; i < cells.segments.size; ++i) {
+      const Segment& s = cells.segments.segment[i];
+      product_tile<T>(key_, query_of(t, s), p_.head_dim, s, probs_, kLanes<T>);
       for (int v = s.first_vector; v < s.last_vector; ++v) {
         for (int64_t k = s.begin; k < s.end; ++k) {
           T* cell = probs_ + k * kLanes<T> + v * kWidth<T>;
-          Vec<T> x = mask == MaskTile::kMixed
-                         ? masked_exponent(score_, load(cell), load(addend_ + k * kLanes<T> + v * kWidth<T>),
-                                           state[v].reference)
-                         : plain_exponent(score_, load(cell), state[v].reference);
-          if (s.partial) x = lanes.visible(v, k) ? x : broadcast(-kInfinity<T>);
+          Vec<T> x = cells.exponent(score_, load(cell), v, k, state[v].reference);
+          if (s.partial) x = cells.intervals.visible(v, k) ? x : broadcast(-kInfinity<T>);
           store(cell, x);
           largest[v] = maximum(x, largest[v]);
         }
       }
     }
-    for (int v = 0; v < kVectors; ++v) move_reference(t, v, reference_shift(state[v], largest[v]), segments);
+  }
+
+  // m += shift, and everything that was relative to m follows, if some lane's must. Lanes with shift 0 keep
+  // their bits.
+  bool move_reference(int64_t t, int v, Vec<T> largest) {
+    SoftmaxState<T>& state = state_[t * kVectors + v];
+    const Vec<T> shift = reference_shift(state, largest);
+    if (!any(Mask<T>(shift != T(0)))) return false;
+    // A shift downwards only happens before anything was added: nothing to rescale.
+    const Vec<T> factor = exp2_or_zero<T>(-maximum(shift, Vec<T>{}));
+    state.reference += shift;
+    state.sum *= factor;
+    T* acc = acc_ + t * p_.value_dim * kLanes<T> + v * kWidth<T>;
+    for (int64_t c = 0; c < p_.value_dim; ++c) store(acc + c * kLanes<T>, load(acc + c * kLanes<T>) * factor);
+    return true;
+  }
+
+  // The |q||k| up to which no reference of the lane tile can move.
+  void bound_queries(int64_t t) {
+    const SoftmaxState<T>* state = state_ + t * kVectors;
     Vec<T> highest = state[0].reference, lowest_negated = -state[0].reference;
     for (int v = 1; v < kVectors; ++v) {
       highest = maximum(state[v].reference, highest);
@@ -179,47 +206,10 @@ class Forward {
     }
     const T low = kReach<T> - horizontal_max<T>(lowest_negated), high = kReach<T> - horizontal_max<T>(highest);
     query_bound_[t] = low < high ? low : high;
-    for (int i = 0; i < segments.size; ++i) exponentials(segments.segment[i], tile_sum);
-  }
-
-  void raw_scores(int64_t t, const Segment& s) {
-    const T* query = query_of(t, s);
-    with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
-      for_row_blocks(s.begin, s.end, [&](int64_t k, auto rows) {
-        constexpr int kRows = decltype(rows)::value, kN = decltype(vectors)::value;
-        Vec<T> dot[kRows][kN];
-        broadcast_rows<T, kRows, kN>(key_.data + k * key_.stride, key_.stride, query, kLanes<T>, p_.head_dim, dot);
-        for (int i = 0; i < kRows; ++i) {
-          for (int v = 0; v < kN; ++v) {
-            store(probs_ + (k + i) * kLanes<T> + (s.first_vector + v) * kWidth<T>, dot[i][v]);
-          }
-        }
-      });
-    });
-  }
-
-  // m += shift, and everything that was relative to m follows. Lanes with shift 0 keep their bits.
-  void move_reference(int64_t t, int v, Vec<T> shift, const Segments<T>& segments) {
-    if (!any(shift != T(0))) return;
-    SoftmaxState<T>& state = state_[t * kVectors + v];
-    // A shift downwards only happens before anything was added: nothing to rescale.
-    const Vec<T> factor = exp2_or_zero<T>(-maximum(shift, Vec<T>{}));
-    state.reference += shift;
-    state.sum *= factor;
-    T* acc = acc_ + t * p_.value_dim * kLanes<T> + v * kWidth<T>;
-    for (int64_t c = 0; c < p_.value_dim; ++c) store(acc + c * kLanes<T>, load(acc + c * kLanes<T>) * factor);
-    for (int i = 0; i < segments.size; ++i) {
-      const Segment& s = segments.segment[i];
-      if (v < s.first_vector || v >= s.last_vector) continue;
-      for (int64_t k = s.begin; k < s.end; ++k) {
-        T* cell = probs_ + k * kLanes<T> + v * kWidth<T>;
-        store(cell, load(cell) - shift);
-      }
-    }
   }
 
   // In the same order of sums as bounded_probs.
-  void exponentials(const Segment& s, Vec<T>* tile_sum) {
+  void powers(const Segment& s, Vec<T>* tile_sum) {
     for (int v = s.first_vector; v < s.last_vector; ++v) {
       for_row_blocks(s.begin, s.end, [&](int64_t k, auto rows) {
         Vec<T> sum = {};
@@ -235,21 +225,23 @@ class Forward {
     }
   }
 
-  // Step 5.
-  void accumulate(int64_t t, const Segment& s) {
-    const T* probs = probs_ + s.begin * kLanes<T> + s.first_vector * kWidth<T>;
-    const T* value = value_.data + s.begin * value_.stride;
-    T* acc = acc_ + t * p_.value_dim * kLanes<T> + s.first_vector * kWidth<T>;
-    with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
-      for_row_blocks(0, p_.value_dim, [&](int64_t c, auto columns) {
-        broadcast_columns<T, decltype(columns)::value, decltype(vectors)::value>(
-            value + c, value_.stride, probs, kLanes<T>, s.end - s.begin, acc + c * kLanes<T>, kLanes<T>);
-      });
-    });
+  // Dropout comes after the sum: the kept weights grow, the denominator stays.
+  void drop(int64_t t, CellTile<T>& cells) {
+    pack_dropout(p_, unit_, tile_[t], first_key_, cells.begin(), cells.end(), dropout_);
+    cells.dropout = dropout_;
+    for (int i = 0; i < cells.segments.size; ++i) {
+      const Segment& s = cells.segments.segment[i];
+      for (int64_t k = s.begin; k < s.end; ++k) {
+        for (int v = s.first_vector; v < s.last_vector; ++v) {
+          T* cell = probs_ + k * kLanes<T> + v * kWidth<T>;
+          store(cell, load(cell) * cells.dropout_at(v, k));
+        }
+      }
+    }
   }
 
   // NaN and infinity were taken for 0 in step 5; the rows that see such a key get its product now.
-  void add_non_finite_values(int64_t t, MaskTile mask, const char* const* value_row) {
+  void add_non_finite_values(int64_t t, const CellTile<T>& cells, const char* const* value_row) {
     const int64_t step = p_.value.column_stride * size_of(p_.value.dtype);
     for (int64_t k = 0; k < count_; ++k) {
       for (int64_t c = 0; c < p_.value_dim; ++c) {
@@ -257,7 +249,7 @@ class Forward {
         if (x - x == T(0)) continue;
         T* acc = acc_ + (t * p_.value_dim + c) * kLanes<T>;
         for (int64_t lane = 0; lane < tile_[t].count; ++lane) {
-          if (cell_visible(tile_[t], lane, first_key_, k, mask, addend_)) acc[lane] += probs_[k * kLanes<T> + lane] * x;
+          if (cells.cell_visible(lane, k)) acc[lane] += probs_[k * kLanes<T> + lane] * x;
         }
       }
     }
@@ -266,19 +258,19 @@ class Forward {
   void finish(int64_t t) {
     const LaneTile<T>& tile = tile_[t];
     alignas(64) T factor[kLanes<T>];
-    alignas(64) T lse[kLanes<T>];
+    alignas(64) T sink[kLanes<T>];
+    SoftmaxResult<T> result[kVectors];
+    if (p_.sinks.data) read_sinks(p_, unit_, tile, sink);
     for (int v = 0; v < kVectors; ++v) {
-      store(factor + v * kWidth<T>, reciprocal_sum(state_[t * kVectors + v]));
-      store(lse + v * kWidth<T>, log_sum_exp(state_[t * kVectors + v]));
+      const SoftmaxState<T>& state = state_[t * kVectors + v];
+      result[v] = p_.sinks.data ? softmax_result(state, load(sink + v * kWidth<T>)) : softmax_result(state);
+      store(factor + v * kWidth<T>, result[v].output_factor);
     }
     const char* row[kLanes<T>];
     row_addresses(p_.output, p_, unit_, tile, row);
     unpack_lanes<T>(acc_ + t * p_.value_dim * kLanes<T>, kLanes<T>, factor,
                     {row, tile.count, p_.output.column_stride, p_.value_dim, p_.output.dtype});
-    T* out = static_cast<T*>(p_.lse) + unit_.batch * p_.num_heads * p_.seqlen_q;
-    for (int64_t lane = 0; lane < tile.count; ++lane) {
-      out[tile.heads[lane] * p_.seqlen_q + tile.queries[lane]] = lse[lane];
-    }
+    write_statistics(p_, unit_, tile, score_.drawn, result);
   }
 
   const AttentionParams& p_;
@@ -300,6 +292,7 @@ class Forward {
   StagedRows<T> key_{}, value_{};
   T* probs_;                  // [kBlockKV][kLanes]: raw scores, exponents, then P^T
   T* addend_;                 // [kBlockKV][kLanes]: the mask
+  T* dropout_;                // [kBlockKV][kLanes]: factors of dropout
   T* key_buffer_;             // [kBlockKV][head_dim, padded]
   T* value_buffer_;           // [kBlockKV][value_dim, padded]
 };

@@ -2,6 +2,8 @@
 // its vec_<set>.h. No torch header, no standard container, no static initialiser: only get() leaves the unit.
 // ATTENTION_EXT_ISA, the set's name, comes from csrc/flags.txt.
 
+#include "../core/extremes.h"
+#include "../core/philox.h"
 #include "../core/visibility.h"
 #include "kernels.h"
 
@@ -12,76 +14,159 @@ namespace attention_ext {
 namespace ATTENTION_EXT_ISA {
 namespace {
 
-#include "vec_math.inc.h"
 // The order is the order of use.
+#include "vec_math.inc.h"
 #include "../core/online_softmax.inc.h"
 #include "../core/score.inc.h"
 #include "arena.inc.h"
 #include "pack.inc.h"
 #include "micro_kernels.inc.h"
 #include "lane_tile.inc.h"
+#include "cell_tile.inc.h"
 #include "forward.inc.h"
+#include "few_rows.inc.h"
+#include "sweep.inc.h"
 #include "backward.inc.h"
+#include "weights.inc.h"
+#include "tangent.inc.h"
+#include "backward_tangent.inc.h"
+#include "mask_gradient.inc.h"
+#include "fma_peak.inc.h"
+
+inline const AttentionParams& forward_of(const GradParams& g) { return g.forward; }
+inline const AttentionParams& forward_of(const TangentParams& c) { return c.grad.forward; }
 
 template <class T>
-struct Entry {
-  static int64_t forward_rows(const AttentionParams& p) { return Forward<T>::most_tiles(p) * kLanes<T>; }
-  static int64_t forward_scratch(const AttentionParams& p, int64_t rows) {
+struct ForwardEntry {
+  static int64_t rows(const AttentionParams& p) { return Forward<T>::most_tiles(p) * kLanes<T>; }
+  static int64_t scratch(const AttentionParams& p, int64_t rows) {
     return Forward<T>(p, rows / kLanes<T>, nullptr).scratch_bytes();
   }
-  static void forward(const AttentionParams& p, int64_t unit, int64_t first_row, int64_t rows, void* scratch) {
+  static void run(const AttentionParams& p, int64_t unit, int64_t first_row, int64_t rows, void* scratch) {
     Forward<T>(p, rows / kLanes<T>, scratch).run(unit, first_row);
   }
+};
 
-  // Parts of at least two super-blocks, at most eight: enough threads for one head, few sums to add.
-  static int64_t rows_per_part(const GradParams& g) {
-    const int64_t rows = g.forward.rows_per_unit();
-    const int64_t super_block = Backward<T>::most_tiles(g) * kLanes<T>;
-    const int64_t blocks = (rows + super_block - 1) / super_block;
-    const int64_t parts = clamp_to(blocks / 2, 1, 8);
-    return (blocks + parts - 1) / parts * super_block;
+template <class T>
+struct FewRowsEntry {
+  static int64_t scratch(const AttentionParams& p) { return FewRows<T>(p, nullptr).scratch_bytes(); }
+  static int64_t partial_bytes(const AttentionParams& p) {
+    return FewRows<T>::partial_size(p) * static_cast<int64_t>(sizeof(T));
   }
-  static int64_t backward_parts(const GradParams& g) {
-    const int64_t rows = g.forward.rows_per_unit(), each = rows_per_part(g);
-    return rows > each ? (rows + each - 1) / each : 1;
+  static void chunk(const AttentionParams& p, int64_t unit, int64_t chunk, void* partial, void* scratch) {
+    FewRows<T>(p, scratch).run(unit, chunk, static_cast<T*>(partial));
   }
-  static int64_t backward_scratch(const GradParams& g) { return Backward<T>(g, nullptr).scratch_bytes(); }
-  static int64_t accumulator_bytes(const GradParams& g) {
-    return Backward<T>::accumulator_size(g.forward) * static_cast<int64_t>(sizeof(T));
-  }
-  static void backward(const GradParams& g, int64_t unit, int64_t part, void* accumulator, void* scratch) {
-    const int64_t rows = g.forward.rows_per_unit(), first = part * rows_per_part(g);
-    const int64_t last = first + rows_per_part(g);
-    Backward<T>(g, scratch).run(unit, first, last < rows ? last : rows, static_cast<T*>(accumulator));
-  }
-  static void add_accumulator(const GradParams& g, void* into, const void* from) {
-    T* a = static_cast<T*>(into);
-    const T* b = static_cast<const T*>(from);
-    const int64_t size = Backward<T>::accumulator_size(g.forward);  // whole vectors: the rows are padded
-    for (int64_t i = 0; i < size; i += kWidth<T>) store(a + i, load(a + i) + load(b + i));
-  }
-  static void store_accumulator(const GradParams& g, int64_t unit, const void* accumulator) {
-    const AttentionParams& p = g.forward;
-    const Unit u = unit_of(p, unit);
-    const T* grad_key = static_cast<const T*>(accumulator);
-    const int64_t head_padded = round_up_to_vector<T>(p.head_dim);
-    store_rows(g.grad_key, address(g.grad_key, p, u, u.first_head / g.grad_key_group, 0), p.seqlen_kv, p.head_dim,
-               grad_key, static_cast<T>(p.scale));
-    store_rows(g.grad_value, address(g.grad_value, p, u, u.first_head / g.grad_value_group, 0), p.seqlen_kv,
-               p.value_dim, grad_key + p.seqlen_kv * head_padded, T(1));
-  }
-
-  static constexpr KernelTable table() {
-    return {kLanes<T>,        forward_rows,      forward_scratch, forward,         backward_parts,
-            backward_scratch, accumulator_bytes, backward,        add_accumulator, store_accumulator};
+  static void merge(const AttentionParams& p, int64_t unit, void* partials, void* scratch) {
+    FewRows<T>(p, scratch).merge(unit, static_cast<T*>(partials));
   }
 };
+
+template <class T>
+struct WeightsEntry {
+  static int64_t rows(const WeightsParams& w) { return Weights<T>::most_tiles(w.forward) * kLanes<T>; }
+  static int64_t scratch(const WeightsParams& w) { return Weights<T>(w.forward, nullptr).scratch_bytes(); }
+  static void run(const WeightsParams& w, int64_t unit, int64_t first_row, void* scratch) {
+    Weights<T>(w.forward, scratch).run(w.weights, unit, first_row);
+  }
+  static constexpr RowKernel<WeightsParams> kernel() { return {rows, scratch, run}; }
+};
+
+template <class T>
+struct TangentEntry {
+  static int64_t rows(const TangentParams& c) { return Tangent<T>::most_tiles(c) * kLanes<T>; }
+  static int64_t scratch(const TangentParams& c) { return Tangent<T>(c, nullptr).scratch_bytes(); }
+  static void run(const TangentParams& c, int64_t unit, int64_t first_row, void* scratch) {
+    Tangent<T>(c, scratch).run(unit, first_row);
+  }
+  static constexpr RowKernel<TangentParams> kernel() { return {rows, scratch, run}; }
+};
+
+// Backward or BackwardTangent.
+template <class T, template <class> class Kernel>
+struct PartEntry {
+  using Params = typename Kernel<T>::Params;
+
+  // Parts of at least two super-blocks, at most eight: enough threads for one head, few sums to add.
+  static int64_t rows_per_part(const Params& params) {
+    const int64_t super_block = Kernel<T>::most_tiles(params) * kLanes<T>;
+    const int64_t blocks = (forward_of(params).rows_per_unit() + super_block - 1) / super_block;
+    const int64_t most = clamp_to(blocks / 2, 1, 8);
+    return (blocks + most - 1) / most * super_block;
+  }
+  static int64_t parts(const Params& params) {
+    const int64_t rows = forward_of(params).rows_per_unit(), each = rows_per_part(params);
+    return rows > each ? (rows + each - 1) / each : 1;
+  }
+  static int64_t scratch(const Params& params) { return Kernel<T>(params, nullptr).scratch_bytes(); }
+  static void run(const Params& params, int64_t unit, int64_t part, void* accumulator, void* scratch) {
+    const int64_t each = rows_per_part(params);
+    Kernel<T>(params, scratch).run(unit, part * each, (part + 1) * each, static_cast<T*>(accumulator));
+  }
+  static constexpr PartKernel<Params> kernel() { return {parts, scratch, run}; }
+};
+
+template <class T, template <class> class Kernel>
+struct MaskGradientEntry {
+  static int64_t scratch(const MaskGradParams& m) { return MaskGradient<T, Kernel>(m, nullptr).scratch_bytes(); }
+  static void run(const MaskGradParams& m, int64_t task, void* scratch) { MaskGradient<T, Kernel>(m, scratch).run(task); }
+  static constexpr TaskKernel<MaskGradParams> kernel() { return {MaskGradient<T, Kernel>::tasks, scratch, run}; }
+};
+
+template <class T>
+struct AccumulatorEntry {
+  static int64_t bytes(const AttentionParams& p) {
+    return KeyAccumulator<T>::size(p) * static_cast<int64_t>(sizeof(T));
+  }
+  static void add(const AttentionParams& p, void* into, const void* from) {
+    T* a = static_cast<T*>(into);
+    const T* b = static_cast<const T*>(from);
+    const int64_t size = KeyAccumulator<T>::size(p);  // whole vectors: the rows are padded
+    for (int64_t i = 0; i < size; i += kWidth<T>) store(a + i, load(a + i) + load(b + i));
+  }
+  static void write(const GradParams& g, int64_t unit, const void* accumulator) {
+    const AttentionParams& p = g.forward;
+    const Unit u = unit_of(p, unit);
+    const KeyAccumulator<T> sums(p, static_cast<T*>(const_cast<void*>(accumulator)));
+    store_rows(g.grad_key, address(g.grad_key, p, u, u.first_head / g.grad_key_group, u.key_start), keys(p, u),
+               p.head_dim, sums.key, static_cast<T>(p.scale));
+    store_rows(g.grad_value, address(g.grad_value, p, u, u.first_head / g.grad_value_group, u.key_start), keys(p, u),
+               p.value_dim, sums.value, T(1));
+  }
+
+ private:
+  // All keys of the batch element, also those beyond its used length: their gradient is 0.
+  static int64_t keys(const AttentionParams& p, const Unit& u) { return p.lengths.key_start ? u.seqlen_kv : p.seqlen_kv; }
+};
+
+template <class T>
+constexpr KernelTable table() {
+  return {kLanes<T>,
+          ForwardEntry<T>::rows,
+          ForwardEntry<T>::scratch,
+          ForwardEntry<T>::run,
+          FewRows<T>::kMost,
+          FewRows<T>::chunks,
+          FewRowsEntry<T>::scratch,
+          FewRowsEntry<T>::partial_bytes,
+          FewRowsEntry<T>::chunk,
+          FewRowsEntry<T>::merge,
+          WeightsEntry<T>::kernel(),
+          TangentEntry<T>::kernel(),
+          PartEntry<T, Backward>::kernel(),
+          PartEntry<T, BackwardTangent>::kernel(),
+          MaskGradientEntry<T, Backward>::kernel(),
+          MaskGradientEntry<T, BackwardTangent>::kernel(),
+          AccumulatorEntry<T>::bytes,
+          AccumulatorEntry<T>::add,
+          AccumulatorEntry<T>::write};
+}
 
 }  // namespace
 
 const Kernels* get() {
-  static constexpr Kernels table{ATTENTION_EXT_STRING(ATTENTION_EXT_ISA), Entry<float>::table(), Entry<double>::table()};
-  return &table;
+  static constexpr Kernels kernels{ATTENTION_EXT_STRING(ATTENTION_EXT_ISA), multiply_adds, kMultiplyAddsPerRound,
+                                   table<float>(), table<double>()};
+  return &kernels;
 }
 
 }  // namespace ATTENTION_EXT_ISA

@@ -14,23 +14,16 @@ struct Segment {
   bool partial;                    // some cell of these is hidden by the interval
 };
 
-template <class T>
-struct LaneTile {
-  int64_t count = 0;                     // rows, the first `count` lanes
-  int64_t begin[kLanes<T>];              // visible keys of each lane; unused lanes repeat the last row
-  int64_t end[kLanes<T>];
-  const char* mask_row[kLanes<T>];       // the mask's element for key 0, if there is a mask
-  int64_t heads[kLanes<T>];              // output head and query of each lane
-  int64_t queries[kLanes<T>];
-
-  KeyRange keys() const { return {begin[0], end[kLanes<T> - 1]}; }  // seen by any row
-};
-
 // Which slices one unit of work reads; everything that does not depend on the row.
 struct Unit {
   int64_t batch;                 // linear batch index
   int64_t index[kMaxBatchDims];  // the same, per dimension
   int64_t first_head;            // of heads_per_unit output heads
+  int64_t seqlen_q, seqlen_kv;   // of this batch element
+  int64_t query_start, key_start;  // first row in the tensors, for packed sequences
+  int64_t offset;                // position of query 0
+
+  int64_t rows(const AttentionParams& p) const { return seqlen_q * p.heads_per_unit; }
 };
 
 inline Unit unit_of(const AttentionParams& p, int64_t unit) {
@@ -43,10 +36,18 @@ inline Unit unit_of(const AttentionParams& p, int64_t unit) {
     u.index[d] = rest % p.batch_size[d];
     rest /= p.batch_size[d];
   }
+  const int64_t *query_start = p.lengths.query_start, *key_start = p.lengths.key_start;
+  u.query_start = query_start ? query_start[u.batch] : 0;
+  u.seqlen_q = query_start ? query_start[u.batch + 1] - u.query_start : p.seqlen_q;
+  u.key_start = key_start ? key_start[u.batch] : 0;
+  u.seqlen_kv = p.lengths.used_keys ? p.lengths.used_keys[u.batch]
+                : key_start         ? key_start[u.batch + 1] - u.key_start
+                                    : p.seqlen_kv;
+  u.offset = p.visibility.lower_right ? u.seqlen_kv - u.seqlen_q : 0;
   return u;
 }
 
-// Address of element (unit's batch, head, row, 0).
+// Address of element (unit's batch, head, row, 0); the row counts from the unit's first.
 inline const char* address(const TensorView& view, const AttentionParams& p, const Unit& u, int64_t head,
                            int64_t row) {
   int64_t offset = head * view.head_stride + row * view.row_stride;
@@ -54,35 +55,120 @@ inline const char* address(const TensorView& view, const AttentionParams& p, con
   return static_cast<const char*>(view.data) + offset * size_of(view.dtype);
 }
 
+template <class T>
+struct LaneTile {
+  int64_t count = 0;                // rows, the first `count` lanes; the rest of a vector repeats the last row
+  int64_t begin[kLanes<T>];         // visible keys of each lane
+  int64_t end[kLanes<T>];
+  int64_t heads[kLanes<T>];         // output head and query of each lane
+  int64_t queries[kLanes<T>];
+  const char* mask_row[kLanes<T>];  // the mask's element for key 0, if there is a mask
+  T position[kLanes<T>];            // on the key axis
+  T slope[kLanes<T>];               // ALiBi's, if there are any
+
+  int64_t vectors() const { return (count + kWidth<T> - 1) / kWidth<T>; }  // with any row; the others are unset
+  KeyRange keys() const { return {begin[0], end[count - 1]}; }              // seen by any row
+};
+
 // Addresses of the tile's rows in a tensor that has a row for every query and output head.
 template <class T>
 inline void row_addresses(const TensorView& view, const AttentionParams& p, const Unit& u, const LaneTile<T>& tile,
                           const char** row) {
-  const char* base = address(view, p, u, 0, 0);
+  const char* base = address(view, p, u, 0, u.query_start);
   const int64_t size = size_of(view.dtype);
-  for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
+  for (int64_t lane = 0; lane < tile.vectors() * kWidth<T>; ++lane) {
     row[lane] = base + (tile.heads[lane] * view.head_stride + tile.queries[lane] * view.row_stride) * size;
+  }
+}
+
+// One number per row (lse, its gradient, delta) into lanes, and back.
+template <class T>
+inline void read_rows(const TensorView& view, const AttentionParams& p, const Unit& u, const LaneTile<T>& tile, T* lanes) {
+  const char* row[kLanes<T>];
+  row_addresses(view, p, u, tile, row);
+  for (int64_t lane = 0; lane < kLanes<T>; ++lane) lanes[lane] = lane < tile.count ? load_scalar<T>(row[lane], view.dtype) : T(0);
+}
+template <class T>
+inline void write_rows(const TensorView& view, const AttentionParams& p, const Unit& u, const LaneTile<T>& tile,
+                       const T* lanes) {
+  const char* row[kLanes<T>];
+  row_addresses(view, p, u, tile, row);
+  for (int64_t lane = 0; lane < tile.count; ++lane) memcpy(const_cast<char*>(row[lane]), &lanes[lane], sizeof(T));
+}
+
+// One number per head (sinks, their tangents) into the lanes.
+template <class T>
+inline void read_heads(const TensorView& view, const AttentionParams& p, const Unit& u, const LaneTile<T>& tile,
+                       T* lanes) {
+  for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
+    const int64_t used = lane < tile.count ? lane : tile.count - 1;
+    lanes[lane] = load_scalar<T>(address(view, p, u, tile.heads[used], 0), view.dtype);
   }
 }
 
 template <class T>
 inline void describe_lanes(const AttentionParams& p, const Unit& u, int64_t first_row, LaneTile<T>& tile) {
-  const int64_t left = p.rows_per_unit() - first_row;
+  const int64_t left = u.rows(p) - first_row;
   tile.count = left < kLanes<T> ? left : kLanes<T>;
   int64_t query = first_row / p.heads_per_unit;
   int64_t head = first_row % p.heads_per_unit;
-  for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
-    const KeyRange range = visible_keys(p.visibility, query, p.seqlen_kv);
+  for (int64_t lane = 0; lane < tile.vectors() * kWidth<T>; ++lane) {
+    const KeyRange range = visible_keys(p.visibility, query + u.offset, u.seqlen_kv);
     tile.begin[lane] = range.begin;
     tile.end[lane] = range.end;
     tile.queries[lane] = query;
     tile.heads[lane] = u.first_head + head;
+    tile.position[lane] = static_cast<T>(query + u.offset);
     if (lane + 1 < tile.count && ++head == p.heads_per_unit) {
       head = 0;
       ++query;
     }
   }
   if (p.attn_mask.data) row_addresses(p.attn_mask, p, u, tile, tile.mask_row);
+  if (p.alibi_slopes.data) read_heads(p.alibi_slopes, p, u, tile, tile.slope);
+}
+
+// The sinks of the lanes' heads, in powers of two.
+template <class T>
+inline void read_sinks(const AttentionParams& p, const Unit& u, const LaneTile<T>& tile, T* lanes) {
+  read_heads(p.sinks, p, u, tile, lanes);
+  for (int64_t lane = 0; lane < kLanes<T>; ++lane) lanes[lane] = draw_together<T>(lanes[lane]) * kLog2E<T>;
+}
+
+// One of the two numbers of each row's softmax state; 0 in lanes without a row.
+template <class T>
+inline void read_state(const AttentionParams& p, const Unit& u, const LaneTile<T>& tile, int64_t which, T* lanes) {
+  const char* row[kLanes<T>];
+  row_addresses(p.state, p, u, tile, row);
+  const int64_t skip = which * p.state.column_stride * size_of(p.state.dtype);
+  for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
+    lanes[lane] = lane < tile.count ? load_scalar<T>(row[lane] + skip, p.state.dtype) : T(0);
+  }
+}
+
+// What a forward leaves of its rows beside the output: lse and the softmax state.
+template <class T>
+inline void write_statistics(const AttentionParams& p, const Unit& u, const LaneTile<T>& tile, bool drawn,
+                             const SoftmaxResult<T>* result) {
+  const char *lse_row[kLanes<T>], *state_row[kLanes<T>];
+  row_addresses(p.lse, p, u, tile, lse_row);
+  row_addresses(p.state, p, u, tile, state_row);
+  for (int64_t lane = 0; lane < tile.count; ++lane) {
+    const SoftmaxResult<T>& r = result[lane / kWidth<T>];
+    const int64_t i = lane % kWidth<T>;
+    const T lse = r.lse[i], state[2] = {r.reference[i], r.sum[i]};
+    *reinterpret_cast<T*>(const_cast<char*>(lse_row[lane])) = drawn ? draw_apart<T>(lse) : lse;
+    memcpy(const_cast<char*>(state_row[lane]), state, sizeof(state));
+  }
+}
+
+// Stages `count` key or value rows from `first` on (stage_rows) of the unit's head.
+template <class T>
+inline StagedRows<T> stage_keys(const AttentionParams& p, const Unit& u, const TensorView& view, int64_t group,
+                                int64_t first, int64_t count, int64_t columns, Stage stage, T* buffer,
+                                const char** row) {
+  return stage_rows<T>(view, address(view, p, u, u.first_head / group, u.key_start + first), count, columns, stage,
+                       buffer, row);
 }
 
 // The segments of keys [first_key, first_key + count). A row may start and end in here once each, so there
@@ -116,69 +202,50 @@ struct Segments {
   }
 };
 
-// Lanes' visible intervals relative to a kv tile, as vectors of integers to compare keys with.
+// Longer sums than this are cut into blocks, each summed from 0: the error of a wide head stays below that of
+// one of this width.
+constexpr int64_t kBlockDepth = 128;
+constexpr int64_t kWideBlockDepth = 48;
+
+// out[key][lane] = sum_d rows[key][d] * lanes[d][lane] for the cells of a segment: a product as it is. `lanes`
+// starts at the segment's first vector, `out` at the tile's.
 template <class T>
-struct LaneIntervals {
-  Mask<T> begin[Tuning::kLaneVectors], end[Tuning::kLaneVectors];
-
-  LaneIntervals(const LaneTile<T>& tile, int64_t first_key, int64_t count) {
-    for (int v = 0; v < Tuning::kLaneVectors; ++v) {
-      for (int i = 0; i < kWidth<T>; ++i) {
-        const int64_t lane = v * kWidth<T> + i;
-        using Int = typename VecTypes<T>::Int;
-        begin[v][i] = static_cast<Int>(clamp_to(tile.begin[lane] - first_key, 0, count));
-        end[v][i] = static_cast<Int>(clamp_to(tile.end[lane] - first_key, 0, count));
-      }
-    }
-  }
-  ATTENTION_EXT_INLINE Mask<T> visible(int v, int64_t key) const {
-    const Mask<T> k = broadcast_index<T>(key);
-    return (begin[v] <= k) & (k < end[v]);
-  }
-};
-
-// What the mask tensor says about a lane tile and kv tile.
-enum class MaskTile { kNone, kAllHidden, kMixed };
-
-// Fills addend[key][lane] (-infinity: hidden) for the keys [begin, end) of the kv tile at first_key.
-// kNone if every addend is 0 there, kAllHidden if every one hides.
-template <class T>
-inline MaskTile pack_mask(const AttentionParams& p, const LaneTile<T>& tile, int64_t first_key, int64_t begin,
-                          int64_t end, T* __restrict addend) {
-  constexpr int w = kWidth<T>, lanes = kLanes<T>;
-  const int64_t skip = (first_key + begin) * p.attn_mask.column_stride * size_of(p.attn_mask.dtype);
-  const char* row[kLanes<T>];
-  bool same = true;  // a mask that all rows share is read once
-  for (int64_t lane = 0; lane < lanes; ++lane) {
-    row[lane] = tile.mask_row[lane] + skip;
-    same = same && row[lane] == row[0];
-  }
-  const Rows rows{row, same ? 1 : lanes, p.attn_mask.column_stride, end - begin, p.attn_mask.dtype};
-  T* out = addend + begin * lanes;
-  if (same) {
-    T line[kBlockKV + w];
-    copy_rows<T, false>(rows, line, 0);
-    for (int64_t k = 0; k < end - begin; ++k) {
-      for (int v = 0; v < Tuning::kLaneVectors; ++v) store(out + k * lanes + v * w, broadcast(line[k]));
-    }
-  } else {
-    pack_lanes<T>(rows, lanes, lanes, out);
-  }
-  Mask<T> some_shown = {}, some_changed = {};
-  for (int64_t k = 0; k < (end - begin) * Tuning::kLaneVectors; ++k) {
-    const Vec<T> x = load(out + k * w);
-    some_shown |= x != -kInfinity<T>;
-    some_changed |= x != T(0);
-  }
-  if (!any(some_shown)) return MaskTile::kAllHidden;
-  return any(some_changed) ? MaskTile::kMixed : MaskTile::kNone;
+inline void product_tile(const StagedRows<T>& rows, const T* lanes, int64_t depth, const Segment& s, T* out,
+                         int64_t out_stride) {
+  const int64_t most = depth <= kBlockDepth ? kBlockDepth : kWideBlockDepth;
+  with_constant<Tuning::kLaneVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
+    for_row_blocks(s.begin, s.end, [&](int64_t k, auto count) {
+      constexpr int kRows = decltype(count)::value, kN = decltype(vectors)::value;
+      T* block = out + k * out_stride + s.first_vector * kWidth<T>;
+      int64_t d = 0;
+      do {
+        const int64_t width = depth - d < most ? depth - d : most;
+        Vec<T> sum[kRows][kN];
+        broadcast_rows<T, kRows, kN>(rows.data + k * rows.stride + d, rows.stride, lanes + d * kLanes<T>, kLanes<T>,
+                                     width, sum);
+        for (int i = 0; i < kRows; ++i) {
+          for (int v = 0; v < kN; ++v) {
+            T* cell = block + i * out_stride + v * kWidth<T>;
+            store(cell, d == 0 ? sum[i][v] : load(cell) + sum[i][v]);
+          }
+        }
+        d += most;
+      } while (d < depth);
+    });
+  });
 }
 
-// Whether lane may see a key of the kv tile; for the rare cells that need care one by one.
+// out[column][lane] += sum_k rows[k][column] * cells[k][lane] over the keys of a segment.
 template <class T>
-inline bool cell_visible(const LaneTile<T>& tile, int64_t lane, int64_t first_key, int64_t key, MaskTile mask,
-                         const T* addend) {
-  const int64_t j = first_key + key;
-  if (j < tile.begin[lane] || j >= tile.end[lane]) return false;
-  return mask != MaskTile::kMixed || addend[key * kLanes<T> + lane] != -kInfinity<T>;
+inline void add_transposed_product(const StagedRows<T>& rows, int64_t columns, const Segment& s, const T* cells,
+                                   int64_t cells_stride, T* out) {
+  const T* first_row = rows.data + s.begin * rows.stride;
+  const T* first_cell = cells + s.begin * cells_stride + s.first_vector * kWidth<T>;
+  with_constant<Tuning::kLaneVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
+    for_row_blocks(0, columns, [&](int64_t c, auto count) {
+      broadcast_columns<T, decltype(count)::value, decltype(vectors)::value>(
+          first_row + c, rows.stride, first_cell, cells_stride, s.end - s.begin,
+          out + c * kLanes<T> + s.first_vector * kWidth<T>, kLanes<T>);
+    });
+  });
 }

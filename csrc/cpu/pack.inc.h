@@ -60,6 +60,10 @@ ATTENTION_EXT_INLINE Vec<T> load_as(const Bool* p) {
 
 ATTENTION_EXT_INLINE void store_as(float* p, Vec<float> x) { store(p, x); }
 ATTENTION_EXT_INLINE void store_as(double* p, Vec<double> x) { store(p, x); }
+ATTENTION_EXT_INLINE void store_as(float* p, Vec<double> x) {
+  const HalfFloatVec h = __builtin_convertvector(x, HalfFloatVec);
+  memcpy(p, &h, sizeof(h));
+}
 ATTENTION_EXT_INLINE void store_as(BFloat16* p, Vec<float> x) {  // to nearest even, NaN stays NaN
   const Mask<float> u = bit_cast<Mask<float>>(x);
   const Mask<float> rounded = u + 0x7fff + ((u >> 16) & 1);
@@ -89,9 +93,9 @@ ATTENTION_EXT_INLINE void store_some(S* p, int64_t stride, int64_t count, Vec<T>
   for (int64_t i = 0; i < count; ++i) p[i * stride] = some[i];
 }
 
-// Masks alone are read as bool, or as float32 beside float64; results are never written so.
-template <class T, class S>
-constexpr bool kIsOutput = !std::is_same<S, Bool>::value && (sizeof(T) == 4 || sizeof(S) == 8);
+// Masks alone are bool, or float32 beside float64.
+template <class S>
+constexpr bool kIsOutput = !std::is_same<S, Bool>::value;
 
 // Calls f with a null pointer of the storage type; which types can meet T is decided here alone.
 template <class T, class F>
@@ -169,7 +173,7 @@ inline void unpack_lanes(const T* __restrict src, int64_t lane_stride, const T* 
   constexpr int w = kWidth<T>;
   dispatch_storage<T>(dst.dtype, [&](auto* tag) {
     using S = typename std::remove_pointer<decltype(tag)>::type;
-    if constexpr (kIsOutput<T, S>) {
+    if constexpr (kIsOutput<S>) {
       for (int64_t lane = 0; lane < dst.count; lane += w) {
         const Vec<T> f = load(factor + lane);
         for (int64_t c = 0; c < dst.columns; c += w) {
@@ -188,13 +192,6 @@ inline void unpack_lanes(const T* __restrict src, int64_t lane_stride, const T* 
     }
   });
 }
-
-// What a look at staged rows found.
-template <class T>
-struct RowSummary {
-  bool finite = true;      // no NaN, no infinity
-  T largest_norm2 = T(0);  // largest sum of squares of a row; NaN or infinity possible
-};
 
 template <class T>
 ATTENTION_EXT_INLINE Mask<T> not_finite(Vec<T> x) {
@@ -220,10 +217,10 @@ inline void copy_rows(const Rows& src, T* __restrict dst, int64_t dst_stride) {
   });
 }
 
-// Sum of squares of each row (its largest over the rows) and whether all is finite. Rows are padded with 0 to
-// whole vectors, or their width is a multiple of one.
+// Largest sum of squares of a row; NaN or infinity where a row is not finite (or too large). Rows are padded
+// with 0 to whole vectors, or their width is a multiple of one.
 template <class T>
-inline RowSummary<T> summarize_rows(const T* rows, int64_t stride, int64_t count, int64_t columns) {
+inline T largest_norm2(const T* rows, int64_t stride, int64_t count, int64_t columns) {
   constexpr int w = kWidth<T>;
   Vec<T> largest = {};
   for (int64_t i = 0; i < count; i += w) {
@@ -248,10 +245,49 @@ inline RowSummary<T> summarize_rows(const T* rows, int64_t stride, int64_t count
     const Vec<T> norms = horizontal_sums<T>(sums);
     largest = norms > largest || norms != norms ? norms : largest;
   }
-  RowSummary<T> r;
-  r.largest_norm2 = horizontal_max<T>(largest);
-  r.finite = r.largest_norm2 - r.largest_norm2 == T(0);  // an overflow counts as not finite: the safe side
-  return r;
+  return horizontal_max<T>(largest);
+}
+
+// Whether there is no NaN and no infinity.
+template <class T>
+inline bool all_finite(const T* rows, int64_t stride, int64_t count, int64_t columns) {
+  Vec<T> even = {}, odd = {};
+  for (int64_t i = 0; i < count; ++i) {
+    const T* row = rows + i * stride;
+    int64_t c = 0;
+    for (; c + 2 * kWidth<T> <= columns; c += 2 * kWidth<T>) {
+      const Vec<T> a = load(row + c), b = load(row + c + kWidth<T>);
+      even += a - a;
+      odd += b - b;
+    }
+    for (; c < columns; c += kWidth<T>) {
+      const Vec<T> a = load(row + c);
+      even += a - a;
+    }
+  }
+  return !any(Mask<T>(even + odd != T(0)));
+}
+
+// out[i] = sum over columns of a[i] * b[i] for each row, two tensors of one dtype; rows beyond the count get 0,
+// up to a whole vector.
+template <class T>
+inline void dot_rows(const Rows& a, const Rows& b, T* out) {
+  constexpr int w = kWidth<T>;
+  dispatch_storage<T>(a.dtype, [&](auto* tag) {
+    using S = typename std::remove_pointer<decltype(tag)>::type;
+    for (int64_t i = 0; i < a.count; i += w) {
+      Vec<T> sums[w] = {};
+      for (int64_t j = 0; j < w && i + j < a.count; ++j) {
+        const S *x = reinterpret_cast<const S*>(a.row[i + j]), *y = reinterpret_cast<const S*>(b.row[i + j]);
+        for (int64_t c = 0; c < a.columns; c += w) {
+          const int64_t count = a.columns - c < w ? a.columns - c : w;
+          sums[j] = fma(load_some<T>(x + c * a.stride, a.stride, count), load_some<T>(y + c * b.stride, b.stride, count),
+                        sums[j]);
+        }
+      }
+      store(out + i, horizontal_sums<T>(sums));
+    }
+  });
 }
 
 // A tile of key or value rows as the micro-kernels read it.
@@ -259,32 +295,45 @@ template <class T>
 struct StagedRows {
   const T* data;  // [count][stride]
   int64_t stride;
-  RowSummary<T> summary;
+  bool finite;    // no NaN, no infinity
+  T norm2;        // largest sum of squares of a row, if asked for
 };
 
+// What stage_rows looks for in a tile.
+enum class Stage { kFinite, kFiniteCopy, kNorm };
+
 // Rows that lie well are read in place, others copied to buffer [count][padded columns]. In place means T,
-// neighbouring columns, whole vectors, and rows close enough not to fall into the same cache sets.
-// A tile that is not finite is copied in any case if `replace`: then NaN and infinity are 0 in it.
+// neighbouring columns, whole vectors, and rows at most `far` elements apart.
+template <class T>
+inline StagedRows<T> place_rows(const TensorView& view, const Rows& rows, int64_t far, T* buffer) {
+  const int64_t padded = round_up_to_vector<T>(rows.columns);
+  const DType own = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
+  if (view.dtype == own && view.column_stride == 1 && padded == rows.columns && view.row_stride >= 0 &&
+      view.row_stride <= far) {
+    return {reinterpret_cast<const T*>(rows.row[0]), view.row_stride, true, T(0)};
+  }
+  copy_rows<T, false>(rows, buffer, padded);
+  return {buffer, padded, true, T(0)};
+}
+
+// The same for a tile that is read many times, so that its rows should not fall into the same cache sets.
+// kNorm looks for the largest norm, which says too whether all is finite (an overflow counts as not: the safe
+// side); kFiniteCopy copies a tile that is not finite, with 0 for NaN and infinity.
 template <class T>
 inline StagedRows<T> stage_rows(const TensorView& view, const char* first, int64_t count, int64_t columns,
-                                bool replace, T* buffer, const char** row) {
+                                Stage stage, T* buffer, const char** row) {
   const int64_t padded = round_up_to_vector<T>(columns);
-  const DType own = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
   const int64_t step = view.row_stride * size_of(view.dtype);
   for (int64_t i = 0; i < count; ++i) row[i] = first + i * step;
   const Rows rows{row, count, view.column_stride, columns, view.dtype};
-  StagedRows<T> tile;
-  if (view.dtype == own && view.column_stride == 1 && padded == columns && view.row_stride >= columns &&
-      view.row_stride <= 2 * columns) {
-    tile.data = reinterpret_cast<const T*>(first);
-    tile.stride = view.row_stride;
+  StagedRows<T> tile = place_rows<T>(view, rows, 2 * columns, buffer);
+  if (stage == Stage::kNorm) {
+    tile.norm2 = largest_norm2(tile.data, tile.stride, count, padded);
+    tile.finite = tile.norm2 - tile.norm2 == T(0);
   } else {
-    copy_rows<T, false>(rows, buffer, padded);
-    tile.data = buffer;
-    tile.stride = padded;
+    tile.finite = all_finite(tile.data, tile.stride, count, padded);
   }
-  tile.summary = summarize_rows<T>(tile.data, tile.stride, count, padded);
-  if (replace && !tile.summary.finite) {
+  if (stage == Stage::kFiniteCopy && !tile.finite) {
     copy_rows<T, true>(rows, buffer, padded);
     tile.data = buffer;
     tile.stride = padded;
@@ -311,7 +360,7 @@ inline void store_rows(const TensorView& view, const char* first, int64_t count,
   const int64_t padded = round_up_to_vector<T>(columns);
   dispatch_storage<T>(view.dtype, [&](auto* tag) {
     using S = typename std::remove_pointer<decltype(tag)>::type;
-    if constexpr (kIsOutput<T, S>) {
+    if constexpr (kIsOutput<S>) {
       S* out = reinterpret_cast<S*>(const_cast<char*>(first));
       for (int64_t i = 0; i < count; ++i) {
         for (int64_t c = 0; c < columns; c += w) {

@@ -26,26 +26,21 @@ inline bool any(M m) {
   return r != 0;
 }
 
+inline float bits_to_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
 // IEEE half to float: rebias the exponent, then repair subnormals, infinities and NaN.
 inline Vec<float> load_float16(const uint16_t* p) {
-  Vec<float> r;
+  Vec<float> r = {};
   for (int i = 0; i < kWidth<float>; ++i) {
     const uint32_t sign = static_cast<uint32_t>(p[i] & 0x8000) << 16;
-    const uint32_t rest = p[i] & 0x7fff;
-    uint32_t bits;
-    float value = 0.f;
-    if (rest >= 0x7c00) {  // infinity or NaN
-      bits = 0x7f800000u | (rest << 13);
-      memcpy(&value, &bits, 4);
-    } else {  // exact also for subnormals: the multiplication renormalises them
-      bits = rest << 13;
-      memcpy(&value, &bits, 4);
-      value *= 0x1p112f;
-    }
-    memcpy(&bits, &value, 4);
-    bits |= sign;
-    memcpy(&value, &bits, 4);
-    r[i] = value;
+    const uint32_t rest = static_cast<uint32_t>(p[i] & 0x7fff) << 13;
+    // Multiplication by a power of two is exact and renormalises subnormals; infinity and NaN keep theirs.
+    const float value = bits_to_float(rest) * 0x1p112f;
+    r[i] = rest >= 0x7c00u << 13 ? bits_to_float(0x7f800000u | rest | sign) : (sign ? -value : value);
   }
   return r;
 }

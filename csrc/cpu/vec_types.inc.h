@@ -15,3 +15,9 @@ template <class T>
 using Mask = typename VecTypes<T>::Mask;  // -1 (true) or 0 per lane; also the lanes' integers
 template <class T>
 constexpr int kWidth = VecTypes<T>::kWidth;
+
+// As many 64-bit integers as Vec<T> has lanes.
+template <class T>
+struct WideVecOf {
+  typedef uint64_t type __attribute__((vector_size(VecTypes<T>::kWidth * 8)));
+};

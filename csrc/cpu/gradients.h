@@ -1,0 +1,123 @@
+// What backward and its tangent have in common: tensors for the results, the parts of a unit, sums over heads.
+#pragma once
+
+#include <optional>
+#include <tuple>
+
+#include "../pack_params.h"
+#include "capability.h"
+#include "parallel.h"
+
+namespace attention_ext {
+
+const KernelTable& table_for(ScalarType dtype);
+ScalarType accumulation_type(ScalarType dtype);
+int64_t round_up(int64_t n, int64_t multiple);
+
+// Score and value products of one pass; half of it is hidden by causality.
+double multiply_adds(const AttentionParams& p);
+
+// Results of a forward, checked: output and softmax state of the call.
+void set_results(Call& call, const Tensor& output, const Tensor& state);
+void set_state(Call& call, const Tensor& query, const Tensor& state);
+// An optional tensor in the shape of the output (or of lse), checked; absent: a view without data.
+TensorView output_like_view(const Call& call, const char* name, const std::optional<Tensor>& t, const Tensor& output);
+TensorView lse_like_view(const Call& call, const char* name, const std::optional<Tensor>& t, const Tensor& output);
+
+// The gradients of query, key, value, slopes and sinks, or their tangents: allocated, given to the kernels as
+// views, and finished after they ran.
+class Gradients {
+ public:
+  using Result = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+  Gradients(const Call& call, const Tensor& query, const Tensor& key, const Tensor& value,
+            const AttentionOptions& options);
+  void set_views(GradParams& g) const;
+  // Sums over what the inputs broadcast; everything 0 if nothing ran.
+  Result finish(const Call& call);
+
+  // Rows in order, batch element by batch element: dslope = sum of slope_sums, dsink = -sum P_sink * delta.
+  void sum_slopes(const Call& call);
+  void sum_sinks(const Call& call, const Tensor& state, const AttentionOptions& options);
+  // Its tangent: -sum (P_sink * (sink' - lse') * delta + P_sink * delta').
+  void sum_sink_tangents(const Call& call, const Tensor& state, const Tensor& lse_tangent, const Tensor& delta_tangent,
+                         const std::optional<Tensor>& sinks_tangent, const AttentionOptions& options);
+
+  // Per row, (*batch, heads, seqlen_q), if the call has sinks or slopes.
+  std::optional<Tensor> delta, slope_sums;
+
+ private:
+  // A gradient that the kernels can write: the tensor to return, and, where several units share a slice of the
+  // input, a temporary one with a slice for each unit (query: for each head).
+  struct Target {
+    Tensor grad;
+    std::optional<Tensor> temporary;  // (*batch, slices, rows, columns), accumulation type
+    TensorView view;
+  };
+  static Target make_target(const Call& call, const Tensor& input, int64_t heads, int64_t slices, int64_t rows,
+                            int64_t columns);
+  static void sum(const Call& call, Target& target);
+
+  Target query_, key_, value_;
+  Tensor grad_slopes_, grad_sinks_;
+};
+
+// Runs a part kernel over all units and stores the accumulators.
+template <class Params>
+void run_parts(const Params& params, const GradParams& g, const PartKernel<Params>& kernel, const KernelTable& table,
+               double work) {
+  const AttentionParams& p = g.forward;
+  const int64_t units = p.num_units(), parts = kernel.parts(params);
+  const int64_t threads = num_workers(units * parts, work);
+  // Whole units while there are enough for all threads, the parts of the last ones each on their own.
+  const int64_t split = units < 4 * threads && parts > 1 ? units % threads : 0, whole = units - split;
+  const int64_t accumulator = round_up(table.accumulator_bytes(p), 64);
+  if (whole > 0) {
+    const int64_t bytes = round_up(kernel.scratch(params) + 2 * accumulator, 4096);
+    const int64_t workers = std::min(threads, whole);
+    const Scratch scratch(bytes * workers);
+    run_tasks(whole, workers, [&](int64_t unit, int64_t worker) {
+      char* sum = scratch.at(worker * bytes);
+      char* next = sum + accumulator;
+      kernel.run(params, unit, 0, sum, next + accumulator);
+      for (int64_t part = 1; part < parts; ++part) {
+        kernel.run(params, unit, part, next, next + accumulator);
+        table.add_accumulator(p, sum, next);
+      }
+      table.store_accumulator(g, unit, sum);
+    });
+  }
+  if (split == 0) return;
+  const int64_t bytes = round_up(kernel.scratch(params), 4096);
+  const int64_t workers = std::min(threads, split * parts);
+  const Scratch scratch(bytes * workers), sums(accumulator * split * parts);
+  run_tasks(split * parts, workers, [&](int64_t task, int64_t worker) {
+    const int64_t part = parts - 1 - task % parts, unit = task / parts;  // causal: the longest first
+    kernel.run(params, whole + unit, part, sums.at((unit * parts + part) * accumulator), scratch.at(worker * bytes));
+  });
+  run_tasks(split, std::min(threads, split), [&](int64_t unit, int64_t) {
+    char* sum = sums.at(unit * parts * accumulator);
+    for (int64_t part = 1; part < parts; ++part) table.add_accumulator(p, sum, sum + part * accumulator);
+    table.store_accumulator(g, whole + unit, sum);
+  });
+}
+
+// Runs a row kernel over all units.
+template <class Params>
+void run_rows(const Params& params, const AttentionParams& p, const RowKernel<Params>& kernel, double work) {
+  const int64_t rows = p.rows_per_unit(), each = kernel.rows(params);
+  if (p.num_units() == 0 || rows == 0) return;
+  const int64_t blocks = (rows + each - 1) / each, tasks = p.num_units() * blocks;
+  const int64_t workers = num_workers(tasks, work), bytes = round_up(kernel.scratch(params), 4096);
+  const Scratch scratch(bytes * workers);
+  run_tasks(tasks, workers, [&](int64_t task, int64_t worker) {
+    const int64_t block = blocks - 1 - task % blocks;
+    kernel.run(params, task / blocks, block * each, scratch.at(worker * bytes));
+  });
+}
+
+// The gradient of a float mask (or its tangent), in the mask's own shape.
+Tensor mask_gradient(MaskGradParams& m, const Call& call, const Tensor& attn_mask,
+                     const TaskKernel<MaskGradParams>& kernel, double work);
+
+}  // namespace attention_ext
