@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attention_ext import reference
+from attention_ext import paths, reference
+from attention_ext.derivatives import inputs_of
 from attention_ext.reference import Call
 
 
@@ -15,44 +16,99 @@ def rms(tensor: Tensor) -> float:
     return tensor.double().square().mean().sqrt().item() if tensor.numel() else 0.0
 
 
-def in_dtype(call: Call, dtype: torch.dtype) -> Call:
-    """The same call with its floating tensors in another dtype; new leaves that require grad."""
-    tensors = [tensor.detach().to(dtype).requires_grad_() for tensor in call[:3]]
-    mask = call.attn_mask
-    if mask is not None and mask.is_floating_point():
-        mask = mask.to(dtype)
-    return Call(*tensors, mask, *call[4:])
+def attend(call: Call) -> tuple[Tensor, Tensor]:
+    """Our output and lse; unlike the public function it takes the call's seed of dropout."""
+    return paths.attention(call)[:2]
+
+
+def exact(call: Call) -> tuple[Tensor, Tensor]:
+    """Output and lse of the definition."""
+    return reference.attention(call)[:2]
+
+
+def floating(call: Call) -> dict[str, Tensor]:
+    """The differentiable inputs of a call, by name."""
+    pairs = inputs_of(call)._asdict().items()
+    return {name: x for name, x in pairs if x is not None and x.is_floating_point()}
+
+
+def leaves_of(call: Call) -> list[Tensor]:
+    """The same, as a list."""
+    return list(floating(call).values())
+
+
+def fresh(call: Call, dtype: torch.dtype | None = None) -> Call:
+    """The same call with new leaves that require grad, perhaps in another dtype."""
+    return call._replace(
+        **{
+            name: x.detach().to(x.dtype if dtype is None else dtype).requires_grad_()
+            for name, x in floating(call).items()
+        }
+    )
+
+
+def replaced(call: Call, tensors: Sequence[Tensor]) -> Call:
+    """The call with others in the place of its differentiable inputs."""
+    return call._replace(**dict(zip(floating(call), tensors, strict=True)))
 
 
 def unfused(call: Call) -> Tensor:
-    """The plain formula in the dtype of the inputs, as a user would write it."""
-    query, key, value, mask, _, scale, enable_gqa, _ = call
-    if enable_gqa:
+    """The plain formula in the dtype of the inputs, as a user would write it; no dropout."""
+    query, key, value = call[:3]
+    dtype = query.dtype
+    if call.enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    hidden = ~shown(call)
+    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    scores = query @ key.transpose(-1, -2) * scale
+    if call.softcap:
+        scores = call.softcap * (scores / call.softcap).tanh()
+    hidden, distance = ~shown(call), distances(call)
+    mask = call.attn_mask
     if mask is not None and mask.dtype != torch.bool:
         scores = scores + mask.masked_fill(mask == -math.inf, 0.0)
-    weights = scores.masked_fill(hidden, -math.inf).softmax(-1).masked_fill(hidden, 0.0)
-    return weights @ value
+    if call.alibi_slopes is not None:
+        scores = scores - call.alibi_slopes[..., None, None] * distance.abs().to(dtype)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if call.sinks is not None:
+        sink = call.sinks[:, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return weights.masked_fill(hidden, 0.0) @ value
+
+
+def distances(call: Call) -> Tensor:
+    """The position of the key less that of the query, (L, S) or (*B, 1, L, S)."""
+    seqlen_q, seqlen_kv = call.query.shape[-2], call.key.shape[-2]
+    used = (
+        torch.tensor(seqlen_kv) if call.seqused_k is None else call.seqused_k[..., None, None, None]
+    )
+    offset = used - seqlen_q if call.lower_right else 0
+    return torch.arange(seqlen_kv) - (torch.arange(seqlen_q).unsqueeze(-1) + offset)
 
 
 def shown(call: Call) -> Tensor:
     """Which pairs may attend, (L, S) or with leading dimensions."""
-    seqlen_q, seqlen_kv = call.query.shape[-2], call.key.shape[-2]
-    pairs = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool)
+    distance = distances(call)
+    pairs = torch.ones_like(distance, dtype=torch.bool)
+    if call.seqused_k is not None:
+        pairs = pairs & (torch.arange(call.key.shape[-2]) < call.seqused_k[..., None, None, None])
     if call.is_causal:
-        pairs = pairs.tril(seqlen_kv - seqlen_q if call.lower_right else 0)
+        pairs = pairs & (distance <= 0)
+    if call.window_left >= 0:
+        pairs = pairs & (distance >= -call.window_left)
+    if call.window_right >= 0:
+        pairs = pairs & (distance <= call.window_right)
     if call.attn_mask is not None:
         mask = call.attn_mask
         pairs = pairs & (mask if mask.dtype == torch.bool else mask != -math.inf)
     return pairs
 
 
-def exact(call: Call) -> tuple[Tensor, ...]:
-    """Output and lse of the definition in float64, with the graph to the call's own leaves."""
-    return reference.attention(*call)
+def finite_lse(lse: Tensor) -> Tensor:
+    """lse with 0 in empty rows, whose -inf has no derivative."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
 
 
 def assert_close(actual: object, expected: object, tolerance: float = 1e-12) -> None:

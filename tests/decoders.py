@@ -25,6 +25,19 @@ OPTIONS: dict[str, dict[str, object]] = {
     "gelu": {"mlp": "gelu"},
     "layer norm": {"norm": "layer"},
     "untied with biases": {"tie_word_embeddings": False, "attention_bias": True},
+    "windows": {"window_sizes": [(3, 0), None]},
+    "soft cap": {"softcap": 1.5},
+    "sinks": {"sinks": True},
+    "alibi": {"position": "alibi"},
+    "everything": {
+        "position": "alibi",
+        "window_sizes": [(5, 2), (2, 0)],
+        "softcap": 3.0,
+        "sinks": True,
+        "num_key_value_heads": 2,
+        "value_dim": 5,
+        "dropout": 0.3,
+    },
     "like gpt-2": {
         "position": "learned",
         "norm": "layer",
@@ -32,6 +45,21 @@ OPTIONS: dict[str, dict[str, object]] = {
         "attention_bias": True,
     },
 }
+
+ENCODERS: dict[str, dict[str, object]] = {
+    "encoder": {},
+    "encoder with everything": {
+        "position": "alibi",
+        "window_sizes": [(2, 3), (-1, 1)],
+        "softcap": 3.0,
+        "sinks": True,
+        "num_key_value_heads": 2,
+        "value_dim": 5,
+        "dropout": 0.3,
+    },
+}
+for _options in ENCODERS.values():
+    _options["causal"] = False
 
 
 def make_config(**options: object) -> DecoderConfig:

@@ -154,6 +154,25 @@ def test_autocast_gradients_come_back_in_the_dtype_of_the_leaves():
     assert all(leaf.grad.dtype == torch.float32 for leaf in leaves)
 
 
+def test_autocast_leaves_slopes_and_sinks_in_float32():
+    inputs = [torch.randn(2, 4, 5, 8) for _ in range(3)]
+    slopes, sinks = torch.rand(4, requires_grad=True), torch.randn(4, requires_grad=True)
+    halves = [x.bfloat16() for x in inputs]
+    options = {"alibi_slopes": slopes, "sinks": sinks}
+    with torch.autocast("cpu", torch.bfloat16):
+        output = attention(*inputs, **options)
+        half = attention(*inputs, **{name: x.bfloat16() for name, x in options.items()})
+        fused = attention_ext.causal_attention(*(x[0, 0] for x in inputs))[0]
+    assert output.dtype == half.dtype == fused.dtype == torch.bfloat16
+    assert_same_bits(output, attention(*halves, **options))
+    assert_close(half.float(), output.float(), 3e-2)
+    grads = torch.autograd.grad(output.float().sum(), (slopes, sinks))
+    assert all(grad.dtype == torch.float32 and grad.any() for grad in grads)
+    doubles = [x.double() for x in inputs]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(*doubles, **options).dtype == torch.float64
+
+
 # ---- the textbook ----
 
 

@@ -39,7 +39,7 @@ def padding(seqlen_kv, as_float=False, dtype=torch.float32):
 
 @pytest.mark.parametrize("poison", POISON)
 @pytest.mark.parametrize("as_float", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), LENGTHS)
 def test_what_lies_in_masked_keys_and_values_changes_no_bit(
     seqlen_q, seqlen_kv, dtype, as_float, poison
@@ -58,7 +58,7 @@ def test_what_lies_in_masked_keys_and_values_changes_no_bit(
 
 
 @pytest.mark.parametrize("poison", POISON)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), LENGTHS)
 def test_what_lies_in_later_positions_changes_no_bit_of_earlier_rows(
     seqlen_q, seqlen_kv, dtype, poison

@@ -6,8 +6,9 @@ import torch.func as tf
 from assertions import assert_close, assert_same_bits
 from torch.utils._pytree import tree_leaves
 
-from attention_ext import reference
+from attention_ext import paths, reference
 from attention_ext import scaled_dot_product_attention as attention
+from attention_ext.reference import Call
 
 ALL = (0, 1, 2)
 
@@ -21,23 +22,26 @@ def make(*heads, seqlen_q=3, seqlen_kv=4, batch=2):
 
 
 MASK = torch.tensor([[True, False, True, True], [True, True, False, True], [False] * 4])
+OPTIONS = {
+    "window_left": 2, "window_right": 1, "softcap": 2.0, "dropout_p": 0.3, "seed": torch.tensor(3),
+    "alibi_slopes": torch.tensor([0.1, 0.3], dtype=torch.float64),
+    "sinks": torch.tensor([0.5, -0.5], dtype=torch.float64),
+}  # fmt: skip
 FUNCTIONS = {
     "plain": ((2, 2, 2), {}),
-    "causal": ((2, 2, 2), {"is_causal": True}),
-    "lower right": ((2, 2, 2), {"is_causal": True, "causal_variant": "lower_right"}),
+    "lower right": ((2, 2, 2), {"is_causal": True, "lower_right": True}),
     "grouped heads": ((4, 2, 2), {"enable_gqa": True, "is_causal": True}),
     "mask with an empty row": ((2, 2, 2), {"attn_mask": MASK}),
+    "options": ((2, 2, 2), OPTIONS),
 }
 
 
 def ours(options):
-    return lambda *inputs: attention(*inputs, **options)
+    return lambda *inputs: paths.attention(Call(*inputs, **options))[0]
 
 
 def definition(options):
-    options = dict(options)
-    options["lower_right"] = options.pop("causal_variant", "upper_left") == "lower_right"
-    return lambda *inputs: reference.attention(*inputs, **options)[0]
+    return lambda *inputs: reference.attention(Call(*inputs, **options)).output
 
 
 def loss(function, power=3):
@@ -215,3 +219,104 @@ def test_functional_call_and_per_sample_gradients_of_a_module():
         layer(x).square().sum().backward()
         for name, parameter in layer.named_parameters():
             assert_close(actual[name][i], parameter.grad)
+
+
+# ---- the other tensors of a call ----
+
+# (field, shape of the mapped tensor, mapped dimension), for 2 batch elements, 4 heads, 3 x 6 pairs
+MAPPED = {
+    "float mask": ("attn_mask", (5, 2, 4, 3, 6), 0),
+    "mask per head and key": ("attn_mask", (4, 5, 1, 6), 1),
+    "slopes (H,)": ("alibi_slopes", (4, 5), 1),
+    "slopes (B, H)": ("alibi_slopes", (5, 2, 4), 0),
+    "sinks": ("sinks", (5, 4), 0),
+}
+INPUTS = [(2, 4, 3, 4), (2, 2, 6, 4), (2, 2, 6, 3)]
+BASE = {"enable_gqa": True, "is_causal": True, "lower_right": True, "softcap": 3.0}
+
+
+@pytest.mark.parametrize("inputs_too", [False, True])
+@pytest.mark.parametrize("name", MAPPED)
+def test_mapping_another_tensor_gives_the_bits_of_a_loop_and_its_gradients(name, inputs_too):
+    field, shape, dim = MAPPED[name]
+    leading = (5,) if inputs_too else ()
+    tensors = [torch.randn(*leading, *s, dtype=torch.float64) for s in INPUTS]
+    tensors.append(torch.rand(shape, dtype=torch.float64))
+    in_dims = (*(0 if inputs_too else None for _ in ALL), dim)
+
+    def run(*x):
+        return paths.attention(Call(*x[:3], **BASE, **{field: x[3]}))[0]
+
+    assert_same_bits(tf.vmap(run, in_dims)(*tensors), loop(run, in_dims, tensors))
+    gradients = tf.grad(loss(run), (0, 1, 2, 3))
+    actual = tf.vmap(gradients, in_dims)(*tensors)
+    for i, grad in enumerate(actual):
+        assert_same_bits(grad, loop(lambda *x, i=i: gradients(*x)[i], in_dims, tensors))
+    moved = tf.vmap(lambda *x: tf.jvp(run, x, x)[1], in_dims)(*tensors)
+    assert_same_bits(moved, loop(lambda *x: tf.jvp(run, x, x)[1], in_dims, tensors))
+
+
+@pytest.mark.parametrize("field", ["attn_mask", "alibi_slopes", "sinks"])
+def test_what_is_shared_has_gradients_per_sample(field):
+    shape = {"attn_mask": (4, 1, 6), "alibi_slopes": (4,), "sinks": (4,)}[field]
+    tensors = [torch.randn(5, *s, dtype=torch.float64) for s in INPUTS]
+    shared = torch.rand(shape, dtype=torch.float64)
+
+    def gradient(*inputs):
+        def run(x):
+            return paths.attention(Call(*inputs, **BASE, **{field: x}))[0].sin().sum()
+
+        return tf.grad(run)(shared)
+
+    actual = tf.vmap(gradient)(*tensors)
+    assert actual.shape == (5, *shape)
+    assert_same_bits(actual, loop(gradient, (0, 0, 0), tensors))
+
+
+def test_lengths_are_mapped():
+    tensors = [torch.randn(5, *s, dtype=torch.float64) for s in INPUTS]
+    for used in (torch.randint(0, 7, (5, 2)), torch.randint(0, 7, (5,))):
+
+        def run(*x):
+            return paths.attention(Call(*x[:3], **BASE, seqused_k=x[3]))[0]
+
+        inputs, in_dims = [*tensors, used], (0, 0, 0, 0)
+        assert_same_bits(tf.vmap(run)(*inputs), loop(run, in_dims, inputs))
+        shared = tf.vmap(run, (0, 0, 0, None))(*tensors, used[0])
+        assert_same_bits(shared, loop(run, (0, 0, 0, None), [*tensors, used[0]]))
+
+
+def test_a_two_dimensional_call_keeps_its_one_head_when_it_is_mapped():
+    tensors = [torch.randn(5, s, 4, dtype=torch.float64) for s in (3, 6, 6)]
+    slopes, sinks = torch.rand(1, dtype=torch.float64), torch.rand(1, dtype=torch.float64)
+
+    def run(*x):
+        options = {"alibi_slopes": slopes, "sinks": sinks, "softcap": 1.0}
+        return attention(*x, **options, return_lse=True, return_weights=True)
+
+    actual = tf.vmap(run)(*tensors)
+    for i, result in enumerate(actual):
+        assert_same_bits(result, loop(lambda *x, i=i: run(*x)[i], (0, 0, 0), tensors))
+    gradients = tf.vmap(tf.grad(lambda *x: run(*x).output.sin().sum(), ALL))(*tensors)
+    for i, grad in enumerate(gradients):
+        single = tf.grad(lambda *x: run(*x).output.sin().sum(), i)
+        assert_same_bits(grad, loop(single, (0, 0, 0), tensors))
+
+
+def test_every_transform_of_slopes_sinks_and_mask_equals_that_of_the_definition():
+    inputs = make(2, 2, 2)
+    learned = (torch.randn(2, 1, 4).double(), torch.rand(2).double(), torch.rand(2).double())
+
+    def of(run):
+        def function(mask, slopes, sinks):
+            options = {"attn_mask": mask, "alibi_slopes": slopes, "sinks": sinks, "softcap": 2.0}
+            return run(Call(*inputs, is_causal=True, **options))[0]
+
+        return function
+
+    for name in ("jvp", "grad", "jacfwd", "jacrev", "hessian", "jacrev of jacfwd", "jvp of grad"):
+        actual = TRANSFORMS[name](of(paths.attention), learned)
+        expected = TRANSFORMS[name](of(reference.attention), learned)
+        for a, b in zip(tree_leaves(actual), tree_leaves(expected), strict=True):
+            assert_close(a, b, 1e-10)
+            assert a.any()

@@ -7,18 +7,21 @@ import sys
 
 import pytest
 import torch
-from decoders import OPTIONS, make_config, make_decoder, random_ids
+from decoders import ENCODERS, OPTIONS, make_config, make_decoder, random_ids
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from attention_ext import ArgumentError
 from attention_ext.nn import Decoder
-from attention_ext.nn.checkpoint import write_atomically
+from attention_ext.nn.checkpoint import load_tensors, save_tensors, write_atomically
 
 WEIGHTS = "model.safetensors"
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+EVERY = {**OPTIONS, **ENCODERS}
+
+
+@pytest.mark.parametrize("options", EVERY.values(), ids=EVERY)
 def test_a_loaded_decoder_has_the_same_bits(options, tmp_path):
     decoder = make_decoder(**options)
     decoder.save_pretrained(tmp_path)
@@ -183,3 +186,19 @@ def test_without_safetensors_the_sentence_says_what_to_install(tmp_path, monkeyp
         ImportError, match=r"needs safetensors: pip install attention_ext\[decoder\]"
     ):
         make_decoder().save_pretrained(tmp_path)
+
+
+def test_named_tensors_come_back_with_what_the_header_holds(tmp_path):
+    tensors = {"a": torch.randn(3, 4).T, "step": torch.tensor(7), "none": torch.empty(0, 2).int()}
+    path = tmp_path / "some.safetensors"
+    save_tensors(path, tensors, {"numbers": '{"é": 1}'})
+    again, metadata = load_tensors(path)
+    assert metadata == {"numbers": '{"é": 1}'}
+    assert again.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(again[name], tensor)
+        assert again[name].dtype == tensor.dtype
+    save_tensors(path, {})
+    assert load_tensors(path) == ({}, {})
+    with pytest.raises(ArgumentError, match=r"^load_tensors: expected safetensors in .*nothing"):
+        load_tensors(tmp_path / "nothing")

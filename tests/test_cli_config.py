@@ -88,11 +88,13 @@ def test_model_options_are_those_of_the_decoder():
     ours = set(configs.to_table(TrainConfig()))
     model = {f.name for f in dataclasses.fields(TrainConfig().model)}
     theirs = {f.name for f in dataclasses.fields(DecoderConfig)}
-    # The tokenizer gives vocab_size; scaling is for contexts beyond those of training.
+    # The tokenizer gives vocab_size; scaling is for contexts beyond those of training; an encoder
+    # has no next token to predict.
     assert model - {"context"} == theirs - {
         "vocab_size",
         "max_position_embeddings",
         "rope_scaling",
+        "causal",
     }
     assert {"data", "learning_rate", "seed"} <= ours
 
@@ -121,9 +123,9 @@ def test_without_words_the_commands_are_listed_with_an_example_each(cli):
 
 def test_each_library_is_imported_in_one_module_and_not_with_the_commands():
     places = {}
-    for path in (PACKAGE / "cli").glob("*.py"):
+    for path in (*PACKAGE.glob("nn/*.py"), *PACKAGE.glob("cli/*.py")):
         for name in re.findall(r"^\s*(?:import|from) (\w+)", path.read_text(), re.MULTILINE):
             places.setdefault(name, set()).add(path.stem)
-    for library in ("tyro", "tomli_w", "tqdm", "matplotlib", "safetensors"):
+    for library in ("tyro", "tomli_w", "tqdm", "matplotlib", "safetensors", "tokenizers"):
         assert len(places[library]) == 1, library
     assert not any("main" in places[library] for library in LIBRARIES if library in places)

@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from attention_ext import causal_attention
+from attention_ext import causal_attention, varlen_attn
 from attention_ext import scaled_dot_product_attention as attention
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -59,6 +59,69 @@ def test_masks_and_scale_under_dynamic_lengths():
             assert_close(run(*inputs, mask), attention(*inputs, mask, scale=0.3), 0.0)
 
 
+def options_of(length=7):
+    """Tensors and numbers of every option, for 4 heads."""
+    learned = [torch.randn(4, 1, length), torch.rand(4), torch.randn(4)]
+    return [x.requires_grad_() for x in learned], torch.tensor([length, length - 3])
+
+
+@pytest.mark.parametrize(("dynamic", "recompilations"), [(False, 1), (True, 0)])
+def test_every_option_and_its_gradients(dynamic, recompilations):
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def step(query, key, value, mask, slopes, sinks, used):
+        options = {"window_size": (4, 2), "softcap": 2.0, "alibi_slopes": slopes, "sinks": sinks}
+        options |= {"seqused_k": used, "causal_variant": "lower_right", "enable_gqa": True}
+        result = attention(query, key, value, mask, **options, return_lse=True, return_weights=True)
+        lse = torch.where(result.lse.isinf(), 0.0, result.lse)
+        return result.output.sin().sum() + lse.sum() + result.weights.square().sum()
+
+    run = torch.compile(step, fullgraph=True, dynamic=dynamic, backend=counter)
+    frames = []
+    for length in (7, 12):
+        learned, used = options_of(length)
+        leaves = [*make(5, length), *learned]
+        actual, expected = run(*leaves, used), step(*leaves, used)
+        assert_close(actual, expected, 1e-5)
+        grads = torch.autograd.grad(actual, leaves)
+        assert_close(grads, torch.autograd.grad(expected, leaves), 1e-5)
+        frames.append(counter.frame_count)
+    assert frames[1] - frames[0] == recompilations
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_dropout_has_one_pattern_in_forward_and_backward(checkpointed):
+    def drop(query, key, value):
+        return attention(query, key, value, dropout_p=0.5)
+
+    def step(*inputs):
+        return checkpoint(drop, *inputs, use_reentrant=False) if checkpointed else drop(*inputs)
+
+    query, key = torch.zeros(1, 1, 64, 4), torch.zeros(1, 1, 32, 4)
+    value = torch.eye(32).reshape(1, 1, 32, 32).requires_grad_()
+    run = compiled(step)
+    first, second = run(query, key, value), run(query, key, value)
+    assert not torch.equal(first, second)
+    for output in (first, second):  # 2 / 32 where kept: the gradient counts what was kept
+        (grad,) = torch.autograd.grad(output.sum(), value)
+        assert_close(grad[..., 0], output.sum(-2), 1e-5)
+        assert set(output.unique().tolist()) == {0.0, 2 / 32}
+
+
+def test_packed_sequences():
+    offsets = torch.tensor([0, 3, 3, 9])
+    leaves = [torch.randn(11, heads, 4, requires_grad=True) for heads in (4, 2, 2)]
+
+    def step(*inputs):
+        lengths = offsets, offsets, 6, 6
+        return varlen_attn(*inputs, *lengths, window_size=(-1, 0), enable_gqa=True).sin().sum()
+
+    actual, expected = compiled(step)(*leaves), step(*leaves)
+    assert_close(actual, expected, 1e-6)
+    grads = torch.autograd.grad(actual, leaves)
+    assert_close(grads, torch.autograd.grad(expected, leaves), 1e-6)
+
+
 @pytest.mark.slow
 def test_the_default_backend_gives_the_eager_result_in_its_memory_order():
     def block(x):
@@ -71,6 +134,18 @@ def test_the_default_backend_gives_the_eager_result_in_its_memory_order():
     assert_close(actual, expected, 1e-6)
     actual_grad = torch.autograd.grad(actual.sin().sum(), x)
     assert_close(actual_grad, torch.autograd.grad(expected.sin().sum(), x), 1e-5)
+
+
+def test_one_tensor_in_several_places():
+    x = torch.randn(2, 3, 5, 4, requires_grad=True)
+
+    def run(x):
+        return attention(x, x, x)
+
+    actual, expected = compiled(run)(x), run(x)
+    assert_close(actual, expected, 1e-6)
+    grads = [torch.autograd.grad(output.sin().sum(), x) for output in (actual, expected)]
+    assert_close(*grads, 1e-5)
 
 
 def test_without_gradients_and_in_inference_mode():
@@ -132,10 +207,12 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "window_size": (2, 2)}], ids=str)
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_a_torch_func_transform_inside_is_right_and_not_silently_zero(name):
+def test_a_torch_func_transform_inside_is_right_and_not_silently_zero(name, options):
     inputs = make(requires_grad=False)
-    transformed = TRANSFORMS[name](lambda *x: attention(*x, is_causal=True, enable_gqa=True))
+    options = {"is_causal": True, "enable_gqa": True} | options
+    transformed = TRANSFORMS[name](lambda *x: attention(*x, **options))
     actual, expected = compiled(transformed)(*inputs), transformed(*inputs)
     for a, b in zip(tree_leaves(actual), tree_leaves(expected), strict=True):
         assert_close(a, b, 1e-5)
@@ -169,18 +246,22 @@ def test_a_double_backward_through_a_compiled_call_raises(backend):
 
 
 class Layer(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, **options):
         super().__init__()
         self.projection = torch.nn.Linear(16, 48)
+        self.sinks = torch.nn.Parameter(torch.zeros(4))
+        self.options = options
 
     def forward(self, x):
         heads = self.projection(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
-        return attention(*heads.unbind(0), is_causal=True).transpose(1, 2).flatten(2)
+        options = {"is_causal": True, "sinks": self.sinks} | self.options
+        return attention(*heads.unbind(0), **options).transpose(1, 2).flatten(2)
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_runs_at_another_length(strict):
-    layer, length = Layer(), torch.export.Dim("length", min=2, max=512)
+    layer = Layer(window_size=(8, -1), softcap=5.0, alibi_slopes=torch.rand(4))
+    length = torch.export.Dim("length", min=2, max=512)
     shapes = {"x": {1: length}}
     program = torch.export.export(
         layer, (torch.randn(2, 9, 16),), dynamic_shapes=shapes, strict=strict
@@ -219,10 +300,12 @@ def test_a_wrong_option_gets_the_text_of_the_eager_error():
     inputs = make(5, 7, (2, 2, 2), requires_grad=False)
     with pytest.raises(Exception, match="expected causal_variant to be 'upper_left' or"):
         compiled(lambda *x: attention(*x, causal_variant="middle"))(*inputs)
-    with pytest.raises(Exception, match=r"expected dropout_p=0\.0, got 0\.5"):
-        compiled(lambda *x: attention(*x, dropout_p=0.5))(*inputs)
-    with pytest.raises(Exception, match="expected an attn_mask without gradient"):
-        compiled(lambda *x: attention(*x))(*inputs, torch.zeros(5, 7, requires_grad=True))
+    with pytest.raises(Exception, match=r"expected dropout_p from 0 to 1, got 1\.5"):
+        compiled(lambda *x: attention(*x, dropout_p=1.5))(*inputs)
+    with pytest.raises(Exception, match=r"expected window_size of two integers .*, got \(-2, 0\)"):
+        compiled(lambda *x: attention(*x, window_size=(-2, 0)))(*inputs)
+    with pytest.raises(Exception, match=r"expected sinks of shape .*, got sinks \(3,\)"):
+        compiled(lambda *x: attention(*x, sinks=torch.zeros(3)))(*inputs)
 
 
 def test_a_call_that_becomes_wrong_under_dynamic_lengths_raises():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from assertions import assert_close
+from assertions import assert_close, fresh, leaves_of
 from cases import BY_NAME, CASES, keywords
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -10,10 +10,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import attention_ext
 from attention_ext import scaled_dot_product_attention as attention
+from attention_ext.derivatives import inputs_of
 from attention_ext.reference import Call
 
-forward = torch.ops.attention_ext.forward.default
-backward = torch.ops.attention_ext.backward.default
+ops = torch.ops.attention_ext
+forward, backward = ops.forward.default, ops.backward.default
 
 
 def significant(tensor):
@@ -23,27 +24,53 @@ def significant(tensor):
 
 
 def fake(mode, tensor):
-    return None if tensor is None else mode.from_tensor(tensor)
+    return mode.from_tensor(tensor) if isinstance(tensor, torch.Tensor) else tensor
 
 
-def run_both(call, mode):
-    """Forward and backward, with real tensors and with fake ones."""
-    results = []
-    for tensors in (call[:4], [fake(mode, x) for x in call[:4]]):
-        output, lse = forward(*tensors, *call[4:])
-        upstream = torch.empty_like(output), torch.empty_like(lse)
-        *inputs, mask = tensors
-        grads = backward(*upstream, *inputs, output, lse, mask, *call[4:])
-        results.append([output, lse, *grads])
+def run_all(call):
+    """Every operator on one call."""
+    full = Call(*call)
+    output, lse, state = forward(*call)
+    rest = call[3:]
+    results = [output, lse, state]
+    if full.cu_seq_q is None:
+        results.append(ops.weights.default(*call[:3], state, *rest))
+    upstream = torch.empty_like(output), torch.empty_like(lse)
+    results += backward(*upstream, None, *call[:3], output, state, *rest)
+    direction = [None if x is None or x.dtype == torch.bool else x for x in inputs_of(full)]
+    moved = ops.tangent.default(*direction, *call[:3], output, state, *rest)
+    arguments = (*upstream, *moved, *direction, *upstream, *call[:3], output, state, *rest)
+    results += [*moved, *ops.backward_tangent.default(*arguments)]
+    if direction[3] is not None:
+        results.append(ops.mask_gradient.default(*upstream, None, *call[:3], output, state, *rest))
+        results.append(ops.mask_gradient_tangent.default(*arguments))
     return results
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def run_both(call, mode):
+    """Every operator, with real tensors and with fake ones."""
+    return run_all(tuple(call)), run_all(tuple(fake(mode, x) for x in call))
+
+
+def packed():
+    return Call(
+        *(torch.randn(9, heads, 4) for heads in (4, 2, 1)), enable_gqa=True, lower_right=True,
+        alibi_slopes=torch.rand(4), sinks=torch.rand(4), cu_seq_q=torch.tensor([0, 3, 8]),
+        cu_seq_k=torch.tensor([0, 5, 9]), max_q=5, max_k=5,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_fake_results_look_like_real_ones(case, symbolic, dtype):
+def test_fake_results_look_like_real_ones(case, symbolic):
     mode = FakeTensorMode(shape_env=ShapeEnv() if symbolic else None)
-    real, faked = run_both(case.make(dtype), mode)
+    real, faked = run_both(case.make(torch.bfloat16), mode)
+    assert [significant(x) for x in real] == [significant(x) for x in faked]
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_fake_results_of_packed_sequences_look_like_real_ones(symbolic):
+    real, faked = run_both(packed(), FakeTensorMode(shape_env=ShapeEnv() if symbolic else None))
     assert [significant(x) for x in real] == [significant(x) for x in faked]
 
 
@@ -80,23 +107,50 @@ def test_fake_results_lie_in_memory_like_real_ones(query, value_dim):
     assert [significant(x) for x in real] == [significant(x) for x in faked]
 
 
-OPCHECKED = [
-    "grouped heads and a mask", "float mask and causal", "projection layout", "batch broadcast",
-]  # fmt: skip
-GROUPED = Call(
-    *(torch.randn(1, heads, 3, 4) for heads in (4, 2, 2)), torch.ones(3, 3).tril() > 0,
-    enable_gqa=True,
-)  # fmt: skip
+# a few calls per operator: each check takes seconds
+GROUPED = "grouped heads, projection layout"
+EVERYTHING = "everything for one position"
 
 
-@pytest.mark.parametrize("name", OPCHECKED)
-def test_the_operators_pass_opcheck(name):
-    call = GROUPED if name == OPCHECKED[0] else BY_NAME[name].make(torch.float32)
-    torch.library.opcheck(forward, tuple(call))
-    output, lse = forward(*call)
-    upstream = torch.randn_like(output), (torch.randn_like(lse) if name == OPCHECKED[0] else None)
-    args = (*upstream, *call[:3], output, lse, *call[3:])
-    torch.library.opcheck(backward, args)
+def checked(name):
+    if name == GROUPED:
+        inputs = (torch.randn(1, 3, heads, 4).transpose(1, 2) for heads in (4, 2, 2))
+        return Call(*inputs, enable_gqa=True)
+    return packed() if name == "packed" else BY_NAME[name].make(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("operator", "case"),
+    [
+        ("forward", GROUPED),
+        ("forward", EVERYTHING),
+        ("forward", "packed"),
+        ("weights", EVERYTHING),
+        ("backward", GROUPED),
+        ("backward", EVERYTHING),
+        ("backward", "packed"),
+        ("mask_gradient", EVERYTHING),
+        ("tangent", EVERYTHING),
+        ("backward_tangent", EVERYTHING),
+        ("mask_gradient_tangent", EVERYTHING),
+    ],
+)
+def test_the_operators_pass_opcheck(operator, case):
+    call = checked(case)
+    output, lse, state = forward(*call)
+    upstream = torch.randn_like(output), torch.randn_like(lse)
+    behind = (*call[:3], output, state)
+    direction = inputs_of(call)
+    before = {
+        "forward": call[:3],
+        "weights": (*call[:3], state),
+        "backward": (*upstream, None, *behind),
+        "mask_gradient": (*upstream, None, *behind),
+        "tangent": (*direction, *behind),
+        "backward_tangent": (*upstream, output, lse, *direction, *upstream, *behind),
+        "mask_gradient_tangent": (*upstream, output, lse, *direction, *upstream, *behind),
+    }[operator]
+    torch.library.opcheck(getattr(ops, operator).default, (*before, *call[3:]))
 
 
 @pytest.mark.filterwarnings("ignore:attention_ext..forward")  # no derivative: as it should be
@@ -144,25 +198,30 @@ def test_unbacked_sizes_in_every_dimension_need_no_guard():
     with FakeTensorMode(shape_env=shapes):
         batch, heads, seqlen, width = (shapes.create_unbacked_symint() for _ in range(4))
         query = torch.empty(batch, heads, seqlen, width)
-        output, lse = forward(query, query, query, None, True)
+        output, lse, state = forward(query, query, query, None, True)
         assert str(output.shape) == str(query.shape)
         assert str(lse.shape) == str(query.shape[:-1])
-        grads = backward(output, lse, query, query, query, output, lse, None, True)
-        assert all(str(grad.shape) == str(query.shape) for grad in grads)
+        grads = backward(output, lse, None, query, query, query, output, state, None, True)
+        assert all(str(grad.shape) == str(query.shape) for grad in grads[:3])
         other = torch.empty(batch, heads, shapes.create_unbacked_symint(), width)
         assert str(forward(query, other, other)[0].shape) == str(query.shape)
 
 
 def test_the_meta_device_gives_shapes_and_gradients():
-    inputs = BY_NAME["two queries share a key head"].make(torch.float32, requires_grad=True)
-    leaves = [x.detach().to("meta").requires_grad_() for x in inputs[:3]]
-    call = inputs._replace(query=leaves[0], key=leaves[1], value=leaves[2])
-    output, lse, _ = attention(**keywords(call), return_lse=True)
-    expected = attention(**keywords(inputs), return_lse=True)
-    assert (output.shape, output.stride()) == (expected.output.shape, expected.output.stride())
-    assert (lse.shape, lse.dtype) == (expected.lse.shape, expected.lse.dtype)
-    output.sum().backward()
-    assert all(leaf.grad.shape == leaf.shape for leaf in leaves)
+    inputs = BY_NAME["everything"].make(torch.float32)
+    call = inputs._replace(
+        **{
+            name: x.to("meta")
+            for name, x in inputs._asdict().items()
+            if isinstance(x, torch.Tensor)
+        }
+    )
+    call = fresh(call)
+    results = attention(**keywords(call), return_lse=True, return_weights=True)
+    expected = attention(**keywords(inputs), return_lse=True, return_weights=True)
+    assert [significant(x) for x in results] == [significant(x) for x in expected]
+    results.output.sum().backward()
+    assert all(leaf.grad.shape == leaf.shape for leaf in leaves_of(call))
 
 
 def test_a_wrong_fake_call_gets_the_text_of_the_real_one():

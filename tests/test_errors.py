@@ -1,15 +1,16 @@
 """Every wrong call: the type of its error and its sentence. And that right calls pay nothing."""
 
+import pathlib
 import pickle
 import shutil
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch._subclasses.fake_tensor import FakeTensorMode
+from wrong_calls import ALL, TABLE, WRONG_TYPES, WRONG_VALUES, tensors
 
 import attention_ext
 from attention_ext import ArgumentError, ArgumentTypeError, causal_attention
@@ -17,164 +18,14 @@ from attention_ext import scaled_dot_product_attention as attention
 from attention_ext.errors import translate
 
 
-def tensors(**changes):
-    """A right call with some arguments changed; a tuple is the shape of a tensor."""
-    call = {"query": (2, 3, 5, 4), "key": (2, 3, 7, 4), "value": (2, 3, 7, 6)} | changes
-    return {
-        name: torch.randn(value) if isinstance(value, tuple) else value
-        for name, value in call.items()
-    }
-
-
-def cast(dtype, *names):
-    return {name: x.to(dtype) for name, x in tensors().items() if name in names}
-
-
-ALL = ("query", "key", "value")
-WRONG_VALUES = {
-    "rank 0 query": ({"query": ()}, r"of at least 2 dimensions, got query \(\)"),
-    "rank 1 query": ({"query": (4,)}, r"at least 2 dimensions, got query \(4,\)"),
-    "rank 1 key": ({"key": (4,)}, r"at least 2 dimensions, got key \(4,\)"),
-    "rank 1 value": ({"value": (6,)}, r"at least 2 dimensions, got value \(6,\)"),
-    "widths differ": (
-        {"key": (2, 3, 7, 5)},
-        r"query and key of the same width .*, got query \(2, 3, 5, 4\) and key \(2, 3, 7, 5\)",
-    ),
-    "lengths differ": (
-        {"value": (2, 3, 8, 6)},
-        r"key and value of the same length .*, got key \(2, 3, 7, 4\) and value \(2, 3, 8, 6\)",
-    ),
-    "heads do not broadcast": (
-        {"query": (2, 4, 5, 4), "key": (2, 2, 7, 4), "value": (2, 2, 7, 6)},
-        r"heads that broadcast \(equal, or 1; or pass enable_gqa=True\), got query \(2, 4, 5, 4\)",
-    ),
-    "batches do not broadcast": (
-        {"query": (4, 3, 5, 4)},
-        r"leading dimensions of query, key and value that broadcast, got query \(4, 3, 5, 4\)",
-    ),
-    "batches of different rank do not broadcast": (
-        {"query": (4, 2, 3, 5, 4), "key": (5, 2, 3, 7, 4)},
-        "leading dimensions of query, key and value that broadcast",
-    ),
-    "heads not a multiple": (
-        {"enable_gqa": True, "key": (2, 2, 7, 4), "value": (2, 2, 7, 6)},
-        "multiple of the key heads with enable_gqa=True, got 3 query heads and 2 key heads",
-    ),
-    "value heads not a multiple": (
-        {"enable_gqa": True, "key": (2, 1, 7, 4), "value": (2, 2, 7, 6)},
-        "multiple of the value heads with enable_gqa=True, got 3 query heads and 2 value heads",
-    ),
-    "more key heads than query heads": (
-        {"enable_gqa": True, "key": (2, 6, 7, 4), "value": (2, 6, 7, 6)},
-        "got 3 query heads and 6 key heads",
-    ),
-    "no key heads": (
-        {"enable_gqa": True, "key": (2, 0, 7, 4), "value": (2, 0, 7, 6)},
-        "got 3 query heads and 0 key heads",
-    ),
-    "grouped heads without a head dimension": (
-        {"enable_gqa": True, "query": (5, 4), "key": (7, 4), "value": (7, 6)},
-        r"a head dimension \(at least 3 dimensions\) with enable_gqa=True, got query \(5, 4\)",
-    ),
-    "mask too short": ({"attn_mask": (5, 6)}, r"mask that broadcasts .*, got attn_mask \(5, 6\)"),
-    "mask of too many rows": ({"attn_mask": (6, 7)}, r"attn_mask that broadcasts to .*\(6, 7\)"),
-    "mask of other heads": ({"attn_mask": (2, 2, 5, 7)}, r"mask that broadcasts .*\(2, 2, 5, 7\)"),
-    "mask of more batches": (
-        {"attn_mask": (4, 2, 3, 5, 7)}, r"attn_mask that broadcasts to .*\(4, 2, 3, 5, 7\)",
-    ),
-    "variant unknown": (
-        {"causal_variant": "top_left"},
-        "causal_variant to be 'upper_left' or 'lower_right', got 'top_left'",
-    ),
-    "dropout below 0": ({"dropout_p": -0.1}, r"dropout_p to be a probability .*, got -0\.1"),
-    "dropout above 1": ({"dropout_p": 1.1}, r"dropout_p to be a probability .*, got 1\.1"),
-    "dropout NaN": ({"dropout_p": float("nan")}, "dropout_p to be a probability .*, got nan"),
-    "CausalBias beside is_causal": (
-        {"attn_mask": causal_upper_left(5, 7), "is_causal": True},
-        "is_causal=False beside a CausalBias.*CausalBias should not be used with causal=True",
-    ),
-    "CausalBias of another length": (
-        {"attn_mask": causal_lower_right(5, 8)}, r"sizes \(L, S\) = \(5, 7\) .*, got \(5, 8\)",
-    ),
-    "CausalBias of other queries": (
-        {"attn_mask": causal_upper_left(4, 7)}, r"sizes \(L, S\) = \(5, 7\) .*, got \(4, 7\)",
-    ),
-    "devices differ": (
-        {"query": torch.randn(2, 3, 5, 4, device="meta")},
-        "query, key, value on one device, got meta, cpu, cpu",
-    ),
-}  # fmt: skip
-
-WRONG_TYPES = {
-    "query a list": ({"query": [[1.0]]}, "query to be a torch.Tensor, got list"),
-    "key None": ({"key": None}, "key to be a torch.Tensor, got NoneType"),
-    "value a number": ({"value": 1.0}, "value to be a torch.Tensor, got float"),
-    "mask a list": ({"attn_mask": [[True]]}, "attn_mask to be a torch.Tensor or None, got list"),
-    "scale a string": ({"scale": "1"}, "scale to be a float, got str"),
-    "scale a tensor that requires grad": (
-        {"scale": torch.ones((), requires_grad=True)}, "scale to be a float, got Tensor"
-    ),
-    "is_causal a number": ({"is_causal": 1}, "is_causal to be a bool, got int"),
-    "is_causal None": ({"is_causal": None}, "is_causal to be a bool, got NoneType"),
-    "enable_gqa a string": ({"enable_gqa": "yes"}, "enable_gqa to be a bool, got str"),
-    "dropout a string": ({"dropout_p": "0"}, "dropout_p to be a float, got str"),
-    "dropout None": ({"dropout_p": None}, "dropout_p to be a float, got NoneType"),
-    "variant None": ({"causal_variant": None}, "causal_variant to be .*, got None"),
-    "int": (cast(torch.int64, *ALL), "query of float64, .* or float16, got torch.int64"),
-    "bool": (cast(torch.bool, *ALL), "query of float64, .*, got torch.bool"),
-    "float8": (cast(torch.float8_e4m3fn, *ALL), "query of float64, .*, got torch.float8_e4m3fn"),
-    "dtypes differ": (
-        cast(torch.float64, "key"),
-        "of one dtype, got query torch.float32, key torch.float64, value torch.float32",
-    ),
-    "int mask": (
-        {"attn_mask": torch.ones(5, 7, dtype=torch.int32)},
-        "attn_mask of torch.bool, torch.float32 or the query's dtype, got attn_mask torch.int32",
-    ),
-    "double mask": (
-        {"attn_mask": torch.ones(5, 7, dtype=torch.float64)},
-        "got attn_mask torch.float64 with query torch.float32",
-    ),
-    "half mask": (
-        cast(torch.bfloat16, *ALL) | {"attn_mask": torch.ones(5, 7).half()},
-        "got attn_mask torch.float16 with query torch.bfloat16",
-    ),
-}  # fmt: skip
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # nested and sparse CSR tensors are a prototype
-    NESTED = torch.nested.nested_tensor([torch.randn(5, 4), torch.randn(7, 4)], layout=torch.jagged)
-    STRIDED_NESTED = torch.nested.nested_tensor([torch.randn(5, 4), torch.randn(7, 4)])
-    CSR = torch.randn(5, 4).to_sparse_csr()
-
-UNSUPPORTED = {
-    "complex": (cast(torch.complex64, *ALL), "real tensors, got query of torch.complex64"),
-    "more than 8 dimensions": (
-        {"query": (1,) * 7 + (5, 4)}, "at most 8 dimensions, got query .*; flatten some of",
-    ),
-    "sparse": (
-        {"query": torch.randn(5, 4).to_sparse()},
-        r"query to be a dense tensor on the CPU, got .*sparse_coo: call its to_dense\(\)",
-    ),
-    "sparse CSR": ({"key": CSR}, "key to be a dense tensor on the CPU, got .*sparse_csr"),
-    "nested": (dict.fromkeys(ALL, NESTED), "query to be a dense .*nested tensor: pad it"),
-    "nested, strided": (dict.fromkeys(ALL, STRIDED_NESTED), "query to be a dense .*: pad it"),
-    "dropout": ({"dropout_p": 0.1}, r"dropout_p=0\.0, got 0\.1: .* not supported yet"),
-    "dropout of all": ({"dropout_p": 1.0}, r"dropout_p=0\.0, got 1\.0: .* not supported yet"),
-    "learned mask": (
-        {"attn_mask": torch.zeros(5, 7, requires_grad=True)}, "an attn_mask without gradient",
-    ),
-}  # fmt: skip
-
-TABLE = [
-    pytest.param(kind, *entry, id=name)
-    for kind, entries in (
-        (ArgumentError, WRONG_VALUES),
-        (ArgumentTypeError, WRONG_TYPES),
-        (NotImplementedError, UNSUPPORTED),
-    )
-    for name, entry in entries.items()
-]
+def check(function, kind, text, name="scaled_dot_product_attention"):
+    """The error is of just this type, and one sentence that begins with the public function."""
+    with pytest.raises(kind, match=f"^{name}: expected .*{text}") as caught:
+        function()
+    assert type(caught.value) is kind
+    assert "\n" not in str(caught.value)
+    assert "csrc" not in str(caught.value)
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -185,12 +36,81 @@ def test_a_wrong_call_raises_one_sentence(kind, changes, text, requires_grad):
         if requires_grad and isinstance(call[name], torch.Tensor):
             tensor = call[name].detach()
             call[name] = tensor.requires_grad_(tensor.is_floating_point())
-    with pytest.raises(kind, match=f"^scaled_dot_product_attention: expected .*{text}") as caught:
-        attention(**call)
-    assert type(caught.value) is kind
-    assert "\n" not in str(caught.value)
-    assert "csrc" not in str(caught.value)
-    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    check(lambda: attention(**call), kind, text)
+
+
+# what the operators' own checks say, which stand below every way in
+CHECKED_BELOW = [
+    param
+    for param in TABLE
+    if " of " in param.values[2]
+    or "that broadcast" in param.values[2]
+    or "at least" in param.values[2]
+    if not any(name in param.id for name in ("CausalBias", "devices", "sparse", "nested"))
+]
+
+
+def raw(call):
+    """The arguments of a call as the operator takes them."""
+    left, right = call.get("window_size", (-1, -1))
+    names = ("query", "key", "value", "attn_mask", "enable_gqa", "softcap", "dropout_p")
+    names += ("alibi_slopes", "sinks", "seqused_k")
+    fields = {name: call[name] for name in names if name in call}
+    return fields | {"window_left": left, "window_right": right}
+
+
+@pytest.mark.parametrize(("kind", "changes", "text"), CHECKED_BELOW)
+def test_the_operator_itself_has_the_same_sentence(kind, changes, text):
+    marks = {ArgumentError: "value", ArgumentTypeError: "type", NotImplementedError: "unsupported"}
+    text = rf"\[{marks[kind]}\] scaled_dot_product_attention: expected .*{text}"
+    with pytest.raises(RuntimeError, match=text):
+        torch.ops.attention_ext.forward(**raw(tensors(**changes)))
+
+
+@pytest.mark.parametrize(("kind", "changes", "text"), CHECKED_BELOW)
+def test_a_wrong_call_under_vmap_and_grad_raises_the_same_type(kind, changes, text):
+    call = tensors(**changes)
+    others = {name: value for name, value in call.items() if name not in ALL}
+    inputs = [torch.stack([call[name]] * 2) for name in ALL]
+
+    def run(*x):
+        return attention(*x, **others).sum()
+
+    check(lambda: torch.func.vmap(run)(*inputs), kind, text)
+    if inputs[0].is_floating_point() and kind is not NotImplementedError:
+        single = [call[name] for name in ALL]
+        check(lambda: torch.func.grad(run)(*single), kind, text)
+
+
+@pytest.mark.parametrize(("kind", "changes", "text"), CHECKED_BELOW)
+def test_a_wrong_call_of_fake_tensors_has_the_same_sentence(kind, changes, text):
+    call = tensors(**changes)
+    if "seqused_k" in changes and "key length" in text:
+        return  # numbers that no fake tensor holds
+    with FakeTensorMode() as mode:
+        fakes = {
+            n: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for n, x in call.items()
+        }
+        check(lambda: attention(**fakes), kind, text)
+
+
+@pytest.mark.parametrize(("kind", "changes", "text"), CHECKED_BELOW[::6])
+def test_a_wrong_compiled_call_has_the_same_sentence_in_torchs_type(kind, changes, text):
+    call = tensors(**changes)
+    others = {name: value for name, value in call.items() if name not in ALL}
+    torch._dynamo.reset()
+    run = torch.compile(lambda *x: attention(*x, **others), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=f"scaled_dot_product_attention: expected .*{text}"):
+        run(*(call[name] for name in ALL))
+
+
+def test_what_python_calls_false_is_no_dropout():
+    call = tensors()
+    expected = attention(**call)
+    for nothing in (False, 0, torch.tensor(0.0)):
+        assert torch.equal(attention(**call, dropout_p=nothing), expected)
+    assert not attention(**call, dropout_p=True).any()
+    assert not attention(**call, dropout_p=torch.tensor(1.0)).any()
 
 
 def test_wrong_values_are_value_errors_and_wrong_types_type_errors_and_all_runtime_errors():
@@ -208,7 +128,12 @@ def test_errors_survive_pickling():
 
 
 TAKEN_BY_TORCH = {"dropout below 0", "dropout NaN", "no key heads", "CausalBias of other queries"}
-OURS_ALONE = {"variant unknown", "variant None"}
+OURS_ALONE = {
+    name
+    for name in (*WRONG_VALUES, *WRONG_TYPES)
+    if name.split()[0] in ("variant", "window", "slopes", "sinks", "lengths", "softcap", "a")
+    or name.endswith("softcap")
+}
 
 
 @pytest.mark.parametrize(
@@ -303,16 +228,8 @@ except ImportError as error:
 def test_a_missing_library_is_said_with_its_path_and_how_to_build_it(tmp_path):
     package = tmp_path / "attention_ext"
     package.mkdir()
-    for name in (
-        "__init__",
-        "errors",
-        "library",
-        "functional",
-        "autograd",
-        "reference",
-        "replace_sdpa",
-    ):
-        shutil.copy(f"{attention_ext.__path__[0]}/{name}.py", package)
+    for path in pathlib.Path(attention_ext.__path__[0]).glob("*.py"):
+        shutil.copy(path, package)
     command = [sys.executable, "-c", IMPORT, str(tmp_path)]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert f"expected its compiled library at {package}/_C.so, got: no such file" in output

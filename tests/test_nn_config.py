@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from decoders import OPTIONS, make_config
+from decoders import ENCODERS, OPTIONS, make_config
 
 from attention_ext import ArgumentError, ArgumentTypeError
 from attention_ext.nn import DecoderConfig
@@ -20,7 +20,10 @@ def test_sizes_that_are_not_given_are_derived():
     assert DecoderConfig(100, 50, 2, 6, head_dim=10).heads == (6, 6, 10, 10)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+EVERY = {**OPTIONS, **ENCODERS}
+
+
+@pytest.mark.parametrize("options", EVERY.values(), ids=EVERY)
 def test_json_round_trip_keeps_every_field(options):
     config = make_config(**options)
     again = DecoderConfig.from_json(config.to_json())
@@ -50,7 +53,7 @@ def test_replace_checks_again():
         ({"value_dim": -2}, "expected value_dim to be at least 1, got -2"),
         ({"norm": "batch"}, "expected norm to be one of 'rms', 'layer', got 'batch'"),
         ({"mlp": "relu"}, "expected mlp to be one of 'swiglu', 'gelu', got 'relu'"),
-        ({"position": "rotary"}, "expected position to be one of 'rope', 'learned', 'none'"),
+        ({"position": "rotary"}, "position to be one of 'rope', 'learned', 'alibi', 'none'"),
         ({"rope_theta": 0}, "expected rope_theta to be positive, got 0.0"),
         ({"rope_theta": float("nan")}, "expected rope_theta to be finite, got nan"),
         ({"rope_fraction": 1.5}, r"expected rope_fraction to be in \(0, 1\], got 1.5"),
@@ -59,6 +62,17 @@ def test_replace_checks_again():
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope_type 'default', 'linear'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "with the keys rope_type, factor, got"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, "to be positive, got -1.0"),
+        (
+            {"window_sizes": [(3, 0)]},
+            r"window_sizes to be None or one \(left, right\) or None per layer, for "
+            r"num_hidden_layers = 2, got \[\(3, 0\)\]",
+        ),
+        ({"window_sizes": [None, (3, -2)]}, r"window_sizes\[1\] to be two integers of at least -1"),
+        ({"window_sizes": [(3,), None]}, r"window_sizes\[0\] to be two integers .*, got \(3,\)"),
+        ({"softcap": -1.0}, "expected softcap to be None or at least 0, got -1.0"),
+        ({"softcap": float("inf")}, "expected softcap to be finite, got inf"),
+        ({"dropout": 1.0}, r"expected dropout to be in \[0, 1\), got 1.0"),
+        ({"dropout": -0.1}, r"expected dropout to be in \[0, 1\), got -0.1"),
     ],
 )
 def test_wrong_values_are_named(options, sentence):
@@ -74,6 +88,16 @@ def test_wrong_values_are_named(options, sentence):
         ({"qk_norm": 1}, "expected qk_norm to be True or False, got 1 of type int"),
         ({"rope_theta": "big"}, "expected rope_theta to be a number, got 'big' of type str"),
         ({"rope_scaling": 2.0}, "expected rope_scaling to be None or a dictionary, got 2.0"),
+        ({"window_sizes": 3}, r"expected window_sizes to be None or one \(left, right\) .*, got 3"),
+        ({"window_sizes": [3, None]}, r"expected window_sizes\[0\] to be None or \(left, right\)"),
+        (
+            {"window_sizes": [(1.5, 0), None]},
+            r"expected window_sizes\[0\] .* got \(1.5, 0\) of type tuple",
+        ),
+        ({"softcap": "high"}, "expected softcap to be a number, got 'high' of type str"),
+        ({"sinks": 4}, "expected sinks to be True or False, got 4 of type int"),
+        ({"dropout": None}, "expected dropout to be a number, got None"),
+        ({"causal": "no"}, "expected causal to be True or False, got 'no'"),
     ],
 )
 def test_wrong_types_are_named(options, sentence):
@@ -85,9 +109,13 @@ def test_an_odd_head_is_fine_without_rotation():
     assert make_config(head_dim=7, position="learned").rotary_dim == 0
 
 
-def test_alibi_is_announced_as_unsupported():
-    with pytest.raises(NotImplementedError, match="position 'alibi' is not supported yet"):
-        make_config(position="alibi")
+def test_one_meaning_has_one_form():
+    lists = make_config(window_sizes=[[3, 0], [-1, -1]], softcap=0, dropout=0)
+    assert lists.window_sizes == ((3, 0), None)
+    assert lists.softcap is None
+    assert lists == make_config(window_sizes=((3, 0), None))
+    assert [lists.window(layer) for layer in (0, 1)] == [(3, 0), (-1, -1)]
+    assert make_config().window(1) == (-1, -1)
 
 
 def test_unknown_keys_name_the_nearest():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from decoders import OPTIONS, VOCAB, make_config, make_decoder, pad, random_ids
+from decoders import ENCODERS, OPTIONS, VOCAB, make_config, make_decoder, pad, random_ids
 
 from attention_ext import ArgumentError, ArgumentTypeError
 from attention_ext.nn import Decoder
@@ -14,10 +14,14 @@ every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 def plain_decoder(decoder, ids):
-    """The decoder's formula head by head, without its modules, for one row of ids (length,)."""
+    """The decoder's formula head by head, without its modules, for one row of ids (length,).
+
+    Returns the logits (length, vocab) and the weights (layers, heads, length, length).
+    """
     config, weights = decoder.config, decoder.state_dict()
     heads = config.heads
     length = len(ids)
+    attention = torch.zeros(config.num_hidden_layers, heads.num_heads, length, length).double()
 
     def norm(x, name):
         weight = weights[f"{name}.weight"]
@@ -46,7 +50,7 @@ def plain_decoder(decoder, ids):
         turned[:, second] = x[:, second] * angle.cos() + x[:, first] * angle.sin()
         return turned
 
-    def attend(x, name):
+    def attend(x, layer, name):
         q_width, k_width = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         q, k, v = linear(x, f"{name}.qkv_proj").tensor_split([q_width, q_width + k_width], -1)
         outputs = []
@@ -60,7 +64,18 @@ def plain_decoder(decoder, ids):
             if config.position == "rope":
                 query, key = turn(query), turn(key)
             scores = query @ key.T / math.sqrt(heads.head_dim)
-            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
+            if config.softcap:
+                scores = config.softcap * (scores / config.softcap).tanh()
+            ahead = torch.arange(length) - torch.arange(length)[:, None]  # j - i
+            if config.position == "alibi":
+                scores = scores - 2.0 ** (-8 * (head + 1) / heads.num_heads) * ahead.abs()
+            left, right = config.window(layer)
+            hidden = (ahead < -left) & (left >= 0) | (ahead > right) & (right >= 0)
+            scores = scores.masked_fill(hidden | (ahead > 0) & config.causal, -math.inf)
+            if config.sinks:
+                sink = weights[f"{name}.sinks"][head].expand(length, 1)
+                scores, value = torch.cat([scores, sink], -1), F.pad(value, (0, 0, 0, 1))
+            attention[layer, head] = scores.softmax(-1)[:, :length]
             outputs.append(scores.softmax(-1) @ value)
         return linear(torch.cat(outputs, -1), f"{name}.o_proj")
 
@@ -80,23 +95,25 @@ def plain_decoder(decoder, ids):
         x = x + weights["embed_positions.weight"][:length]
     for layer in range(config.num_hidden_layers):
         name = f"layers.{layer}"
-        x = x + attend(norm(x, f"{name}.attention_norm"), f"{name}.attention")
+        x = x + attend(norm(x, f"{name}.attention_norm"), layer, f"{name}.attention")
         x = x + feed_forward(norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
     vocabulary = weights.get("lm_head.weight", weights["embed_tokens.weight"])
-    return norm(x, "norm") @ vocabulary.T
+    return norm(x, "norm") @ vocabulary.T, attention
 
 
-@every_option
-def test_logits_follow_the_formula(options):
+@pytest.mark.parametrize("options", (every := {**OPTIONS, **ENCODERS}).values(), ids=every)
+def test_logits_and_weights_follow_the_formula(options):
     decoder = make_decoder(**options).double()
     ids = random_ids(2, 9)
-    expected = torch.stack([plain_decoder(decoder, row) for row in ids])
-    torch.testing.assert_close(decoder(ids), expected, rtol=1e-9, atol=1e-9)
+    logits, weights = zip(*(plain_decoder(decoder, row) for row in ids), strict=True)
+    torch.testing.assert_close(decoder(ids), torch.stack(logits), rtol=1e-9, atol=1e-9)
+    found = decoder.attention_weights(ids)
+    torch.testing.assert_close(found, torch.stack(weights, dim=1), rtol=1e-9, atol=1e-9)
 
 
 @every_option
 def test_every_parameter_learns(options):
-    decoder = make_decoder(**options).train()
+    decoder = make_decoder(**{**options, "dropout": 0.0}).train()
     ids = random_ids(4, 13)
     optimizer = torch.optim.SGD(decoder.parameters(), lr=0.02)
     losses = []
@@ -298,9 +315,9 @@ def test_targets_have_the_shape_of_ids():
         make_decoder().loss(random_ids(2, 5), random_ids(2, 4))
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_a_compiled_decoder_gives_the_same_loss(fresh_dynamo, interleaved):
-    decoder = make_decoder(rope_interleaved=interleaved)
+@pytest.mark.parametrize("name", ["default", "interleaved rope", "everything"])
+def test_a_compiled_decoder_gives_the_same_loss(fresh_dynamo, name):
+    decoder = make_decoder(**OPTIONS[name])
     ids = random_ids(2, 9)
     expected = decoder.loss(ids, ids)
     expected.backward()

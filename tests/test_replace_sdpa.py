@@ -123,9 +123,18 @@ def test_a_causal_bias_is_understood_and_not_read_as_a_mask():
             F.scaled_dot_product_attention(*inputs, bias, is_causal=True)
 
 
+def test_dropout_is_ours_and_follows_torchs_seed():
+    inputs = make()
+    torch.manual_seed(3)
+    expected = attention(*inputs, dropout_p=0.5)
+    torch.manual_seed(3)
+    with replace_sdpa():
+        assert_same_bits(F.scaled_dot_product_attention(*inputs, dropout_p=0.5), expected)
+
+
 def test_what_is_not_supported_raises_and_does_not_fall_back():
-    with replace_sdpa(), pytest.raises(NotImplementedError, match="dropout"):
-        F.scaled_dot_product_attention(*make(), dropout_p=0.5)
+    with replace_sdpa(), pytest.raises(NotImplementedError, match="complex"):
+        F.scaled_dot_product_attention(*(x.to(torch.complex64) for x in make()))
 
 
 # ---- modules ----
@@ -170,6 +179,11 @@ def test_an_encoder_layer_trains_with_it(calls):
         output = layer(x)
     assert len(calls) == 1
     assert_close(output, layer(x), 1e-5)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
+    with replace_sdpa():
+        layer(x).sum().backward()
+    assert len(calls) == 2
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

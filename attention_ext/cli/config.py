@@ -25,11 +25,13 @@ else:
     import tomli as tomllib
 
 # What differs from the defaults of options.py. tiny: 0.94 M parameters, for minutes on two cores;
-# small: 5.8 M, for half an hour; base: 29.4 M, for a night.
+# small: 5.8 M, for half an hour; base: 29.4 M, for a night. Neighbours rotate faster than halves
+# and learn as well.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "tiny": {"time": "150s", "intermediate_size": 352},
+    "tiny": {"time": "150s", "intermediate_size": 352, "rope_interleaved": True},
     "small": {
         "time": "30m",
+        "rope_interleaved": True,
         "vocab_size": 4096,
         "hidden_size": 256,
         "num_hidden_layers": 6,
@@ -41,6 +43,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     "base": {
         "time": "8h",
+        "rope_interleaved": True,
         "vocab_size": 8192,
         "hidden_size": 512,
         "num_hidden_layers": 8,
@@ -198,18 +201,13 @@ def _convert(key: str, value: Any, hint: Any, source: str) -> Any:
     if get_origin(hint) is Literal:
         expected, fits = "one of " + ", ".join(map(repr, get_args(hint))), value in get_args(hint)
     elif get_origin(hint) is tuple:
-        value = [value] if isinstance(value, str) else value
-        expected, fits = (
-            "a list of texts",
-            isinstance(value, list) and all(isinstance(item, str) for item in value),
-        )
+        value = [_text(item) for item in (value if isinstance(value, list) else [value])]
+        expected, fits = "a list of texts", all(isinstance(item, str) for item in value)
     elif hint is bool:
         expected, fits = "true or false", isinstance(value, bool)
-    elif hint is str:  # threads = 2 and time = 150 mean the same as their texts
-        expected, fits = (
-            "a text",
-            isinstance(value, (str, int, float)) and not isinstance(value, bool),
-        )
+    elif hint is str:
+        value = _text(value)
+        expected, fits = "a text", isinstance(value, str)
     else:
         kinds = (int,) if hint is int else (int, float)
         expected = "an integer" if hint is int else "a number"
@@ -217,6 +215,13 @@ def _convert(key: str, value: Any, hint: Any, source: str) -> Any:
     if not fits:
         raise UsageError(f"{source}: expected {key} to be {expected}, got {value!r}")
     return value if get_origin(hint) is Literal else (get_origin(hint) or hint)(value)
+
+
+def _text(value: Any) -> Any:
+    """A number as its text (threads = 2, time = 150), two of them likewise ([64, 0] as "64,0")."""
+    if isinstance(value, list) and all(type(item) is int for item in value):
+        return ",".join(map(str, value))
+    return str(value) if type(value) in (int, float) else value
 
 
 def _without_horizon(training: TrainingOptions) -> TrainingOptions:

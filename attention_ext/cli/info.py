@@ -18,6 +18,7 @@ from attention_ext.nn.checkpoint import CONFIG_FILE
 
 from . import flags, machine
 from .corpus import read_text
+from .costs import kv_bytes_per_step, kv_bytes_per_token
 from .flags import POSITIONAL, flag
 from .options import MachineOptions, OutputOptions
 from .output import Output
@@ -94,8 +95,13 @@ def describe_run(folder: Path) -> dict[str, Any]:
         "run": str(folder),
         "decoder": config.to_dict(),
         "parameters": decoder.num_parameters(),
-        "kv_bytes_per_token": kv_bytes_per_token(config),
     }
+    if config.causal:
+        values |= {
+            "kv_bytes_per_token": kv_bytes_per_token(config),
+            "kv_bytes_at_full_context": kv_bytes_per_token(config) * config.max_position_embeddings,
+            "kv_bytes_read_per_step": kv_bytes_per_step(config),
+        }
     state = folder / "train_state.json"
     if state.is_file():
         numbers = json.loads(state.read_text("utf-8"))
@@ -109,13 +115,6 @@ def describe_run(folder: Path) -> dict[str, Any]:
         }
     values["files"] = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     return values
-
-
-def kv_bytes_per_token(config: DecoderConfig) -> int:
-    """What the cache of a float32 decoder keeps of each position, in bytes."""
-    heads = config.heads
-    numbers = config.num_hidden_layers * heads.num_kv_heads * (heads.head_dim + heads.value_dim)
-    return numbers * torch.float32.itemsize
 
 
 def _print_table(output: Output, values: Mapping[str, Any]) -> None:

@@ -52,6 +52,12 @@ COMMANDS = {
         "python -m attention_ext info my-run",
         ("tyro",),
     ),
+    "bench": Command(
+        "bench",
+        "says how fast the operator is here, and how exact, beside torch's own function",
+        "python -m attention_ext bench",
+        ("tyro", "tqdm"),
+    ),
 }
 ALIASES = {"sample": "generate"}
 

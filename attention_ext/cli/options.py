@@ -2,7 +2,8 @@
 
 The names are those of the flags (``batch_size``: ``--batch-size``), of the keys in a TOML file,
 and, for the model, of `attention_ext.nn.DecoderConfig`; its ``max_position_embeddings`` is
-``context`` here, and its ``vocab_size`` that of the tokenizer.
+``context`` here, and its ``vocab_size`` that of the tokenizer. Training predicts the next token, so
+``causal`` is no option.
 """
 
 from __future__ import annotations
@@ -121,9 +122,9 @@ class ModelOptions:
     ] = 128
     norm: Annotated[Literal["rms", "layer"], flag(help="normalisation")] = "rms"
     mlp: Annotated[Literal["swiglu", "gelu"], flag("--ffn", help="feed-forward layer")] = "swiglu"
-    position: Annotated[Literal["rope", "learned", "none"], flag(help="how positions enter")] = (
-        "rope"
-    )
+    position: Annotated[
+        Literal["rope", "learned", "alibi", "none"], flag(help="how positions enter")
+    ] = "rope"
     rope_theta: Annotated[float, flag(help="base of the rotary frequencies")] = 10000.0
     rope_fraction: Annotated[float, flag(help="part of a head that is rotated")] = 1.0
     rope_interleaved: Annotated[
@@ -131,6 +132,21 @@ class ModelOptions:
     ] = False
     attention_bias: Annotated[bool, flag(help="biases in the attention projections")] = False
     qk_norm: Annotated[bool, flag(help="normalise queries and keys")] = False
+    window_sizes: Annotated[
+        tuple[str, ...],
+        flag(
+            "--window",
+            metavar="LEFT|none ...",
+            help="earlier tokens that a layer sees, one value for each layer or one for all",
+        ),
+    ] = ()
+    softcap: Annotated[
+        float | None, flag(help="bound of the scores, approached by tanh; 0: none")
+    ] = None
+    sinks: Annotated[bool, flag(help="a learned logit per head for looking at nothing")] = False
+    dropout: Annotated[
+        float, flag(help="part of weights and residual updates that is dropped while training")
+    ] = 0.0
     tie_word_embeddings: Annotated[
         bool, flag("--tie", help="one matrix for embedding and output")
     ] = True
@@ -138,6 +154,25 @@ class ModelOptions:
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "context"):
             expect(getattr(self, name) >= 1, name, "of at least 1", getattr(self, name))
+        self.windows()
+
+    def windows(self) -> list[tuple[int, int] | None] | None:
+        """What `DecoderConfig.window_sizes` holds: (left, right) or None for each layer.
+
+        A value is "LEFT", "LEFT,RIGHT" or "none". RIGHT is 0 unless given, and beyond it causality
+        hides everything anyway.
+        """
+        windows = [_window(text) for text in self.window_sizes]
+        return windows * (self.num_hidden_layers if len(windows) == 1 else 1) or None
+
+
+def _window(text: str) -> tuple[int, int] | None:
+    if text == "none":
+        return None
+    match = re.fullmatch(r"(-1|\d+)(?:,(-1|\d+))?", text)
+    if match is None:
+        raise UsageError(f"expected window_sizes to be LEFT, LEFT,RIGHT or none, got {text!r}")
+    return int(match[1]), int(match[2] or 0)
 
 
 @dataclass(frozen=True)

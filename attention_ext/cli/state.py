@@ -12,13 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from attention_ext.nn import Decoder
-from attention_ext.nn.checkpoint import write_atomically
+from attention_ext.nn.checkpoint import load_tensors, save_tensors
 
 from .dataset import Batches
 from .errors import UsageError
@@ -52,10 +50,7 @@ def save_state(
     places, tensors["random.batches"] = batches.state()
     tensors["random.torch"] = torch.get_rng_state()
     text = json.dumps({**numbers, "batches": places}, indent=2)
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_atomically(
-        folder / STATE_FILE, safetensors.torch.save(contiguous, metadata={NUMBERS_KEY: text})
-    )
+    save_tensors(folder / STATE_FILE, tensors, {NUMBERS_KEY: text})
     write_text(folder / "train_state.json", text + "\n")
 
 
@@ -72,9 +67,8 @@ def load_state(
     """
     path = folder / STATE_FILE
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-            numbers: dict[str, Any] = json.loads(file.metadata()[NUMBERS_KEY])
+        tensors, metadata = load_tensors(path)
+        numbers: dict[str, Any] = json.loads(metadata[NUMBERS_KEY])
         batches.load_state(numbers.pop("batches"), tensors.pop("random.batches"))
         torch.set_rng_state(tensors.pop("random.torch"))
     except Exception as error:  # safetensors' own error class derives from Exception alone

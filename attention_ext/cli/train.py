@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from attention_ext.nn import Decoder, DecoderConfig, Tokenizer, load_tokenizer
 from . import config as configs
 from . import machine
 from .corpus import read_corpus
+from .costs import flops_per_token
 from .dataset import Batches, Evaluation, Validation, check_length, encode, make_tokenizer
 from .errors import UsageError
 from .interrupt import noting_signals
@@ -46,6 +46,7 @@ def run(words: Sequence[str]) -> int:
         resumed_run(arguments.run, arguments.resume or "") if resuming else new_run(arguments.run)
     )
     dtype = _number_type(settings.machine)
+    machine.keep_freed_memory()
     decoder_config(settings.model, settings.data.vocab_size)  # refuses wrong sizes at once
     if arguments.dry_run:
         return _dry_run(settings, output)
@@ -64,7 +65,7 @@ def decoder_config(model: ModelOptions, vocab_size: int) -> DecoderConfig:
     Raises:
         ArgumentError: sizes that do not fit together.
     """
-    fields = dataclasses.asdict(model)
+    fields = {**dataclasses.asdict(model), "window_sizes": model.windows()}
     context = fields.pop("context")
     return DecoderConfig(vocab_size=vocab_size, max_position_embeddings=context, **fields)
 
@@ -113,7 +114,7 @@ def _prepare(
         tokenizer.save(folder)
     output.say(f"run: {folder} (Ctrl-C saves and stops)")
     trainer = Trainer(parts, settings.training, horizon, folder, counters, extra)
-    trainer.attention = machine.attention_share(step, decoder.config, batch_size, context)
+    trainer.attention = machine.attention_share(step, decoder, batch_size, context)
     return trainer
 
 
@@ -153,11 +154,11 @@ def _number_type(options: MachineOptions) -> str:
 def _probe(
     decoder: Decoder, batch_size: int, context: int, autocast: Callable[[], Any]
 ) -> Callable[[], None]:
-    """A training step without consequences, to be measured."""
+    """A training step without consequences, to be measured; random numbers are put back."""
     ids = torch.arange(batch_size * context).view(batch_size, context) % decoder.config.vocab_size
 
     def step() -> None:
-        with autocast():
+        with torch.random.fork_rng(devices=[]), autocast():
             loss = decoder.loss(ids, ids)
         loss.backward()  # type: ignore[no-untyped-call]
         decoder.zero_grad()
@@ -251,21 +252,6 @@ def _dry_run(settings: TrainConfig, output: Output) -> int:
     output.text(configs.to_toml(settings), end="")
     output.result({"config": configs.to_table(settings), **costs})
     return 0
-
-
-def flops_per_token(decoder: Decoder) -> int:
-    """Multiplications and additions of forward and backward for one token of a full context.
-
-    6 for each weight of a product (the embedding counts as the output's product), and 6 for each
-    visible pair of positions, half of the context on average, and component of queries and values.
-    """
-    config = decoder.config
-    heads = config.heads
-    weights = sum(p.numel() for p in decoder.parameters() if p.dim() >= 2)
-    if not config.tie_word_embeddings:
-        weights -= config.vocab_size * config.hidden_size
-    pairs = config.num_hidden_layers * math.ceil(config.max_position_embeddings / 2)
-    return 6 * (weights + pairs * heads.num_heads * (heads.head_dim + heads.value_dim))
 
 
 def _expected_time(settings: TrainConfig, step_seconds: float) -> str:

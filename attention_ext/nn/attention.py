@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor, nn
 
 from attention_ext import scaled_dot_product_attention
@@ -28,17 +29,19 @@ class AttentionCall:
 
     Attributes:
         rotary: factors of the call's positions, or None.
-        attn_mask: bool, broadcastable to (batch, heads, L, S), or None.
-        is_causal: hide the keys behind each query's position, counted from the end of the keys.
+        alibi_slopes: (num_heads,) slopes of the distance, or None.
+        seqused_k: (batch,) keys in use of each row, or None: all of them.
         cache: where past keys and values lie, or None.
         write: the slots of this call's tokens in the cache, or None.
+        weights: for the layers that have a key here, where their weights go.
     """
 
-    rotary: RotaryTable | None
-    attn_mask: Tensor | None
-    is_causal: bool
+    rotary: RotaryTable | None = None
+    alibi_slopes: Tensor | None = None
+    seqused_k: Tensor | None = None
     cache: KVCache | None = None
     write: CacheWrite | None = None
+    weights: dict[int, Tensor | None] = dataclasses.field(default_factory=dict)
 
 
 class Attention(nn.Module):
@@ -53,6 +56,10 @@ class Attention(nn.Module):
         super().__init__()
         sizes = config.heads
         self.sizes = sizes
+        self.causal = config.causal
+        self.window = config.window(layer)
+        self.softcap = config.softcap
+        self.dropout = config.dropout
         self.layer = layer
         query_key = (sizes.num_heads + sizes.num_kv_heads) * sizes.head_dim
         values = sizes.num_kv_heads * sizes.value_dim
@@ -62,6 +69,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(sizes.num_heads * sizes.value_dim, config.hidden_size, bias=bias)
         self.q_norm = RMSNorm(sizes.head_dim) if config.qk_norm else None
         self.k_norm = RMSNorm(sizes.head_dim) if config.qk_norm else None
+        self.sinks = nn.Parameter(torch.zeros(sizes.num_heads)) if config.sinks else None
 
     def forward(self, x: Tensor, call: AttentionCall) -> Tensor:
         """Attend from x to itself and to the cache.
@@ -76,17 +84,46 @@ class Attention(nn.Module):
         query, key, value = self._project(x, call.rotary)
         if call.cache is not None and call.write is not None:
             key, value = call.cache.append(call.write, self.layer, key, value)
-        output = scaled_dot_product_attention(
-            query,  # (batch, num_heads, L, head_dim)
-            key,  # (batch, num_kv_heads, S, head_dim)
-            value,  # (batch, num_kv_heads, S, value_dim)
-            attn_mask=call.attn_mask,
-            is_causal=call.is_causal,
-            enable_gqa=True,
-            causal_variant="lower_right",
-        )
+        output = self.attend(query, key, value, call)
         update: Tensor = self.o_proj(output.transpose(1, 2).flatten(2))
         return update
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        """Call the operator with this layer's options.
+
+        Without a cache query i is at position i of the keys; behind one the queries are the last
+        positions in use, of each row.
+
+        Args:
+            query: (batch, num_heads, L, head_dim).
+            key: (batch, num_kv_heads, S, head_dim).
+            value: (batch, num_kv_heads, S, value_dim).
+            call: what the layers of this call share.
+
+        Returns:
+            The output (batch, num_heads, L, value_dim).
+        """
+        result = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.causal,
+            enable_gqa=True,
+            causal_variant="upper_left" if call.cache is None else "lower_right",
+            window_size=self.window,
+            softcap=self.softcap,
+            alibi_slopes=call.alibi_slopes,
+            sinks=self.sinks,
+            seqused_k=call.seqused_k,
+            return_lse=False,
+            return_weights=self.layer in call.weights,
+        )
+        if isinstance(result, Tensor):
+            return result
+        if result.weights is not None:
+            call.weights[self.layer] = result.weights
+        return result.output
 
     def _project(self, x: Tensor, rotary: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as (batch, heads, L, width) views."""

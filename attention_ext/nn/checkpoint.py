@@ -1,5 +1,6 @@
 """A decoder on disk: ``config.json`` and ``model.safetensors``, no pickle.
 
+The one module that knows safetensors: `save_tensors` and `load_tensors` serve any named tensors.
 Files appear whole or not at all: each is written beside its place, flushed to the disk, and
 renamed. Weight names are the module paths, e.g. ``layers.0.attention.qkv_proj.weight``; with tied
 embeddings the vocabulary matrix is stored once, as ``embed_tokens.weight``.
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,18 +39,12 @@ def save_pretrained(decoder: Decoder, folder: str | os.PathLike[str]) -> None:
         ArgumentError: the folder's path names a file.
         ImportError: safetensors is not installed.
     """
-    safetensors_torch = _import_safetensors()
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise ArgumentError(f"save_pretrained: expected a folder, got the file {path}")
     path.mkdir(parents=True, exist_ok=True)
-    weights = {
-        name: weight.detach().cpu().contiguous() for name, weight in decoder.state_dict().items()
-    }
     config = {"model_type": MODEL_TYPE, **decoder.config.to_dict()}
-    write_atomically(
-        path / WEIGHTS_FILE, safetensors_torch.save(weights, metadata={"format": "pt"})
-    )
+    save_tensors(path / WEIGHTS_FILE, decoder.state_dict(), {"format": "pt"})
     write_atomically(path / CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
 
 
@@ -59,7 +55,6 @@ def read_pretrained(folder: str | os.PathLike[str]) -> tuple[DecoderConfig, dict
         ArgumentError: a missing or unreadable file.
         ImportError: safetensors is not installed.
     """
-    safetensors_torch = _import_safetensors()
     path = Path(folder)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (path / name).is_file():
@@ -74,12 +69,7 @@ def read_pretrained(folder: str | os.PathLike[str]) -> tuple[DecoderConfig, dict
             f"from_pretrained: expected a decoder's configuration in {path / CONFIG_FILE}, "
             f"got: {error}"
         ) from None
-    try:
-        weights = safetensors_torch.load_file(path / WEIGHTS_FILE)
-    except Exception as error:  # the library's own error class derives from Exception alone
-        raise ArgumentError(
-            f"from_pretrained: expected safetensors in {path / WEIGHTS_FILE}, got: {error}"
-        ) from None
+    weights, _ = load_tensors(path / WEIGHTS_FILE, caller="from_pretrained")
     return config, weights
 
 
@@ -109,6 +99,60 @@ def check_weights(
             raise ArgumentError(
                 f"from_pretrained: expected {place}, got {name} of {weights[name].dtype}"
             )
+
+
+def save_tensors(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write named tensors to a safetensors file, atomically.
+
+    Args:
+        path: the file, in an existing folder.
+        tensors: of any shapes, types and devices; no two may share memory.
+        metadata: texts that the file's header holds beside them.
+
+    Raises:
+        ImportError: safetensors is not installed.
+
+    Example:
+        >>> import tempfile, torch
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_tensors(f"{folder}/some.safetensors", {"x": torch.eye(2)}, {"step": "7"})
+        ...     load_tensors(f"{folder}/some.safetensors")
+        ({'x': tensor([[1., 0.],
+                [0., 1.]])}, {'step': '7'})
+    """
+    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    texts = dict(metadata) if metadata else None  # the library writes rubbish for an empty one
+    data = _import_safetensors().torch.save(ready, metadata=texts)
+    write_atomically(path, data)
+
+
+def load_tensors(
+    path: str | os.PathLike[str], *, caller: str = "load_tensors"
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read a safetensors file.
+
+    Args:
+        path: the file.
+        caller: the function that an error names.
+
+    Returns:
+        The tensors by name, on the CPU, and the header's metadata.
+
+    Raises:
+        ArgumentError: the file is missing, damaged or of another format.
+        ImportError: safetensors is not installed.
+    """
+    safetensors = _import_safetensors()
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            return tensors, file.metadata() or {}
+    except Exception as error:  # the library's own error class derives from Exception alone
+        raise ArgumentError(f"{caller}: expected safetensors in {path}, got: {error}") from None
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
@@ -156,4 +200,4 @@ def _import_safetensors() -> Any:
         raise ImportError(
             "saving and loading a decoder needs safetensors: pip install attention_ext[decoder]"
         ) from error
-    return safetensors.torch
+    return safetensors

@@ -12,25 +12,35 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from attention_ext.errors import ArgumentError, ArgumentTypeError
+from attention_ext.errors import ArgumentError
+
+from .config_rules import (
+    Windows,
+    check_size,
+    checked_number,
+    checked_rope_scaling,
+    checked_softcap,
+    checked_window_sizes,
+    wrong_type,
+    wrong_value,
+)
 
 MODEL_TYPE = "attention_ext"
 
+_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _CHOICES = {
     "norm": ("rms", "layer"),
     "mlp": ("swiglu", "gelu"),
-    "position": ("rope", "learned", "none"),
+    "position": ("rope", "learned", "alibi", "none"),
 }
-_ROPE_SCALING_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
+_SWITCHES = (
+    "attention_bias",
+    "causal",
+    "qk_norm",
+    "rope_interleaved",
+    "sinks",
+    "tie_word_embeddings",
+)
 
 
 class HeadSizes(NamedTuple):
@@ -59,7 +69,8 @@ class DecoderConfig:
         max_position_embeddings: the longest context in tokens.
         norm: "rms" (a weight) or "layer" (a weight and a bias).
         mlp: "swiglu" (no biases) or "gelu" (tanh form, with biases, as in GPT-2).
-        position: "rope" (rotary), "learned" (added to the embeddings) or "none".
+        position: "rope" (rotary), "learned" (added to the embeddings), "alibi" (scores fall with
+            the distance, in each head by a slope of its own) or "none".
         rope_theta: base of the rotary wavelengths.
         rope_fraction: share of each head that is rotated: its first
             ``int(head_dim * rope_fraction)`` components.
@@ -69,12 +80,20 @@ class DecoderConfig:
             "default", "linear" or "llama3".
         attention_bias: biases in the query, key, value and output projections.
         qk_norm: RMS-normalise every query and key head before the rotation.
+        window_sizes: None, or for each layer None or (left, right): a query sees so many keys
+            before and behind its own position; -1 is unlimited.
+        softcap: None, or c > 0: scores become ``c * tanh(score / c)``; 0 is None.
+        sinks: a learned logit per head and layer that takes part in the softmax and adds nothing to
+            the output, so that a head may look at nothing.
+        dropout: probability, in training mode, with which an attention weight and a component of
+            what attention and feed-forward add to the residual stream are dropped.
+        causal: hide later tokens. False makes an encoder: every token sees all others, and there is
+            no loss, no generation and no cache.
         tie_word_embeddings: use the embedding as vocabulary projection.
 
     Raises:
         ArgumentError: a value that does not fit; the sentence names field, rule and value.
         ArgumentTypeError: a value of the wrong type.
-        NotImplementedError: ``position="alibi"``.
 
     Example:
         >>> config = DecoderConfig(1024, 128, num_hidden_layers=4, num_attention_heads=4)
@@ -102,24 +121,34 @@ class DecoderConfig:
     rope_scaling: dict[str, Any] | None = None
     attention_bias: bool = False
     qk_norm: bool = False
+    window_sizes: Windows | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    dropout: float = 0.0
+    causal: bool = True
     tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
         self._check_choices()
-        for name in ("attention_bias", "qk_norm", "rope_interleaved", "tie_word_embeddings"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
-                raise _wrong_type(name, "True or False", getattr(self, name))
+                raise wrong_type(name, "True or False", getattr(self, name))
         for name in (*_REQUIRED, "max_position_embeddings"):
-            _check_size(name, getattr(self, name))
+            check_size(name, getattr(self, name))
         self._derive_sizes()
         self._check_heads()
         self._check_rotary()
+        self._check_scores()
 
     @property
     def heads(self) -> HeadSizes:
         """Numbers and widths of the heads as plain integers."""
         sizes = (self.num_key_value_heads, self.head_dim, self.value_dim)
         return HeadSizes(self.num_attention_heads, *(size or 0 for size in sizes))
+
+    def window(self, layer: int) -> tuple[int, int]:
+        """How far back and ahead of its own position a query of a layer sees; -1 is unlimited."""
+        return (self.window_sizes and self.window_sizes[layer]) or (-1, -1)
 
     @property
     def rotary_dim(self) -> int:
@@ -184,14 +213,9 @@ class DecoderConfig:
         return hash(self.to_json())
 
     def _check_choices(self) -> None:
-        if self.position == "alibi":
-            raise NotImplementedError(
-                "DecoderConfig: position 'alibi' is not supported yet; "
-                "use 'rope', 'learned' or 'none'"
-            )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise _wrong_value(
+                raise wrong_value(
                     name, "one of " + ", ".join(map(repr, choices)), getattr(self, name)
                 )
 
@@ -213,7 +237,7 @@ class DecoderConfig:
         for name, default in derived.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
-            _check_size(name, getattr(self, name))
+            check_size(name, getattr(self, name))
 
     def _check_heads(self) -> None:
         sizes = self.heads
@@ -225,67 +249,23 @@ class DecoderConfig:
 
     def _check_rotary(self) -> None:
         for name in ("rope_theta", "rope_fraction"):
-            object.__setattr__(self, name, _checked_number(name, getattr(self, name)))
+            object.__setattr__(self, name, checked_number(name, getattr(self, name)))
         if self.rope_theta <= 0:
-            raise _wrong_value("rope_theta", "positive", self.rope_theta)
+            raise wrong_value("rope_theta", "positive", self.rope_theta)
         if not 0 < self.rope_fraction <= 1:
-            raise _wrong_value("rope_fraction", "in (0, 1]", self.rope_fraction)
+            raise wrong_value("rope_fraction", "in (0, 1]", self.rope_fraction)
         if self.position == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
             raise ArgumentError(
                 "DecoderConfig: expected head_dim * rope_fraction to give a positive even "
                 f"rotary width, got {self.rotary_dim} from head_dim {self.head_dim} and "
                 f"rope_fraction {self.rope_fraction}"
             )
-        if self.rope_scaling is not None:
-            object.__setattr__(self, "rope_scaling", _checked_rope_scaling(self.rope_scaling))
+        object.__setattr__(self, "rope_scaling", checked_rope_scaling(self.rope_scaling))
 
-
-_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-
-
-def _wrong_value(name: str, rule: str, value: object) -> ArgumentError:
-    return ArgumentError(f"DecoderConfig: expected {name} to be {rule}, got {value!r}")
-
-
-def _wrong_type(name: str, rule: str, value: object) -> ArgumentTypeError:
-    return ArgumentTypeError(
-        f"DecoderConfig: expected {name} to be {rule}, got {value!r} of type {type(value).__name__}"
-    )
-
-
-def _check_size(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise _wrong_type(name, "an integer", value)
-    if value < 1:
-        raise _wrong_value(name, "at least 1", value)
-
-
-def _checked_number(name: str, value: object) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise _wrong_type(name, "a number", value)
-    if not math.isfinite(value):
-        raise _wrong_value(name, "finite", value)
-    return float(value)
-
-
-def _checked_rope_scaling(scaling: object) -> dict[str, Any]:
-    """The dictionary with ``rope_type`` first and exactly the numbers that this type needs."""
-    if not isinstance(scaling, dict):
-        raise _wrong_type("rope_scaling", "None or a dictionary", scaling)
-    given = dict(scaling)
-    old_name = given.pop("type", None)
-    kind = given.pop("rope_type", old_name)
-    if kind not in _ROPE_SCALING_KEYS:
-        rule = "of rope_type " + ", ".join(map(repr, _ROPE_SCALING_KEYS))
-        raise _wrong_value("rope_scaling", rule, scaling)
-    needed = _ROPE_SCALING_KEYS[kind]
-    if set(given) != set(needed):
-        keys = ", ".join(("rope_type", *needed))
-        raise _wrong_value("rope_scaling", f"a dictionary with the keys {keys}", scaling)
-    numbers = {key: _checked_number(f"rope_scaling[{key!r}]", given[key]) for key in needed}
-    for key, number in numbers.items():
-        if number <= 0:
-            raise _wrong_value(f"rope_scaling[{key!r}]", "positive", number)
-    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
-        raise _wrong_value("rope_scaling", "with low_freq_factor < high_freq_factor", scaling)
-    return {"rope_type": kind, **numbers}
+    def _check_scores(self) -> None:
+        windows = checked_window_sizes(self.window_sizes, self.num_hidden_layers)
+        object.__setattr__(self, "window_sizes", windows)
+        object.__setattr__(self, "softcap", checked_softcap(self.softcap))
+        object.__setattr__(self, "dropout", checked_number("dropout", self.dropout))
+        if not 0 <= self.dropout < 1:
+            raise wrong_value("dropout", "in [0, 1)", self.dropout)

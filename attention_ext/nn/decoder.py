@@ -4,62 +4,54 @@
     for each block:  x = x + attention(norm(x));  x = x + mlp(norm(x))
     logits = norm(x) @ vocabulary^T
 
-Everything is causal: the logits at a position depend on the tokens up to it.
+Everything is causal, the logits at a position depend on the tokens up to it, unless the
+configuration says ``causal=False``: then it is an encoder.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention_ext.errors import ArgumentError
+from attention_ext.errors import ArgumentError, ArgumentTypeError
 
 from . import checkpoint
 from . import generate as generation
-from .attention import Attention, AttentionCall
+from .alibi import AlibiSlopes
+from .attention import AttentionCall
+from .block import Block
 from .config import DecoderConfig
-from .inputs import IGNORED_TARGET, check_ids, check_inputs, outside_vocabulary
-from .kv_cache import KVCache
-from .mlp import make_mlp
+from .inputs import IGNORED_TARGET, check_causal, check_ids, check_inputs, outside_vocabulary
+from .kv_cache import CacheWrite, KVCache
 from .norm import make_norm
+from .packing import Packing, make_packing
 from .rotary import RotaryEmbedding
 
 
-class Block(nn.Module):
-    """Attention, then feed-forward, each behind a normalisation and around a residual.
+class _Plan(NamedTuple):
+    """How one call runs: its tokens, packed where rows are padded, and what the layers share."""
 
-    Args:
-        config: the decoder's configuration.
-        layer: index of the block.
-    """
-
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
-        super().__init__()
-        self.attention_norm = make_norm(config)
-        self.attention = Attention(config, layer)
-        self.mlp_norm = make_norm(config)
-        self.mlp = make_mlp(config)
-
-    def forward(self, x: Tensor, call: AttentionCall) -> Tensor:
-        """Update the residual stream x (batch, L, hidden)."""
-        x = x + self.attention(self.attention_norm(x), call)
-        y: Tensor = x + self.mlp(self.mlp_norm(x))
-        return y
+    ids: Tensor  # (batch, columns)
+    positions: slice | Tensor  # of the columns, or of each row's (batch, columns)
+    call: AttentionCall
+    packing: Packing | None
 
 
 class Decoder(nn.Module):
-    """A causal language model.
+    """A causal language model; with ``causal=False`` an encoder.
 
     Weights start normal with standard deviation ``sqrt(0.4 / hidden_size)``, as in GPT-2 smaller by
     ``sqrt(2 * num_hidden_layers)`` in the two projections of each block that write to the residual
-    stream; biases 0, normalisation weights 1. (GPT-2's own 0.02 suits its width of 768. At width
-    128, on Python's documentation, 0.05 gave 2.44 bits per byte after 110 steps and 2.04 after 400
-    where 0.02 gave 2.63 and 2.07; 2026-11.) With tied embeddings there is one vocabulary matrix,
-    not two names.
+    stream; biases and sinks 0, normalisation weights 1. (GPT-2's own 0.02 suits its width of 768.
+    At width 128, on Python's documentation, 0.05 gave 2.44 bits per byte after 110 steps and 2.04
+    after 400 where 0.02 gave 2.63 and 2.07; 2026-11.) With tied embeddings there is one vocabulary
+    matrix, not two names.
 
     Args:
         config: sizes and options.
@@ -85,6 +77,7 @@ class Decoder(nn.Module):
             else None
         )
         self.rotary = RotaryEmbedding(config) if config.position == "rope" else None
+        self.alibi = AlibiSlopes(config) if config.position == "alibi" else None
         self.layers = nn.ModuleList(
             Block(config, layer) for layer in range(config.num_hidden_layers)
         )
@@ -102,7 +95,7 @@ class Decoder(nn.Module):
         std = math.sqrt(0.4 / self.config.hidden_size)
         residual_std = std / math.sqrt(2 * self.config.num_hidden_layers)
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 1:
                 nn.init.ones_(parameter)
@@ -156,16 +149,13 @@ class Decoder(nn.Module):
         self, ids: Tensor, *, cache: KVCache | None = None, attention_mask: Tensor | None = None
     ) -> Tensor:
         """What `forward` computes before the vocabulary projection, (batch, L, hidden)."""
-        check_inputs(ids, attention_mask)
-        if attention_mask is not None:
-            ids = ids.masked_fill(~attention_mask, 0)  # padding may be any number
         if cache is None:
-            return self._run(ids, *self._plan(ids, attention_mask))
+            return self._run(self._plan(ids, attention_mask))
         with torch.no_grad():
-            positions, call = self._plan_cached(ids, cache, attention_mask)
-            x = self._run(ids, positions, call)
-            if call.write is not None:
-                cache.advance(call.write)
+            plan = self._plan_cached(ids, cache, attention_mask)
+            x = self._run(plan)
+            if plan.call.write is not None:
+                cache.advance(plan.call.write)
             return x
 
     def project(self, hidden: Tensor) -> Tensor:
@@ -185,8 +175,10 @@ class Decoder(nn.Module):
             A scalar, float32 at least; 0 if every target is ignored.
 
         Raises:
-            ArgumentError: as `forward`, and targets of another shape or outside the vocabulary.
+            ArgumentError: as `forward`, and targets of another shape or outside the vocabulary, or
+                an encoder.
         """
+        check_causal("Decoder.loss", self.config)
         check_ids("ids", ids)
         check_ids("targets", targets)
         if targets.shape != ids.shape:
@@ -203,6 +195,67 @@ class Decoder(nn.Module):
         except IndexError:
             raise outside_vocabulary("targets", targets, self.config.vocab_size) from None
         return total / (flat != IGNORED_TARGET).sum().clamp_min(1)
+
+    def attention_weights(
+        self,
+        ids: Tensor,
+        layers: Sequence[int] | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The softmax weights with which each position looks at the others.
+
+        The chosen layers compute them in a second pass, beside an output that this does not change
+        by a bit; all others, and what lies between, run as in `forward`, up to the last chosen one.
+
+        Args:
+            ids: tokens (batch, L).
+            layers: which layers, counted from 0 or, negative, from the end; default: all.
+            attention_mask: as in `forward`.
+
+        Returns:
+            Weights (layers, batch, num_attention_heads, L, L) in the model's dtype: row i holds
+            those of query i, before dropout. They are 0 where it does not look, and sum to 1, to
+            less with sinks. Rows and columns of padding are 0.
+
+        Raises:
+            ArgumentError: as `forward`, and a layer that there is not.
+            ArgumentTypeError: as `forward`, and layers that are no sequence of integers.
+
+        Example:
+            >>> config = DecoderConfig(256, 32, num_hidden_layers=2, num_attention_heads=4)
+            >>> weights = Decoder(config).attention_weights(torch.tensor([[77, 97, 121]]), [-1])
+            >>> weights.shape
+            torch.Size([1, 1, 4, 3, 3])
+            >>> (weights[0, 0, 0] > 0).int()
+            tensor([[1, 0, 0],
+                    [1, 1, 0],
+                    [1, 1, 1]], dtype=torch.int32)
+        """
+        every = range(self.config.num_hidden_layers)
+        try:
+            wanted = [every[layer] for layer in (every if layers is None else layers)]
+            last = max(wanted)
+        except (IndexError, ValueError):
+            raise ArgumentError(
+                "Decoder.attention_weights: expected at least one layer, from "
+                f"{-len(every)} to {len(every) - 1}, got {list(layers or ())}"
+            ) from None
+        except TypeError:
+            raise ArgumentTypeError(
+                "Decoder.attention_weights: expected layers to be a sequence of integers, "
+                f"got {layers!r}"
+            ) from None
+        plan = self._plan(ids, attention_mask)
+        found = plan.call.weights
+        found |= dict.fromkeys(wanted)
+        self._run(plan, self.layers[: last + 1])
+        weights = torch.stack([found[layer] for layer in wanted])  # type: ignore[misc]
+        if plan.packing is None or attention_mask is None:
+            return weights
+        weights = plan.packing.unpack(plan.packing.unpack(weights, -1, 1), -2, 1)
+        real = attention_mask[:, None]  # (batch, 1, L)
+        return weights.masked_fill(~(real[..., None] & real[..., None, :]), 0.0)
 
     generate = generation.generate
     save_pretrained = checkpoint.save_pretrained
@@ -237,57 +290,61 @@ class Decoder(nn.Module):
         decoder.load_state_dict(weights)
         return decoder.eval()
 
-    def _run(self, ids: Tensor, positions: slice | Tensor, call: AttentionCall) -> Tensor:
-        """Embeddings, blocks and final normalisation."""
+    def _run(self, plan: _Plan, layers: nn.ModuleList | None = None) -> Tensor:
+        """Embeddings, blocks and final normalisation, (batch, L, hidden)."""
         try:
-            x = self.embed_tokens(ids)  # (batch, L, hidden)
+            x = self.embed_tokens(plan.ids)  # (batch, columns, hidden)
         except IndexError:
-            raise outside_vocabulary("ids", ids, self.config.vocab_size) from None
+            raise outside_vocabulary("ids", plan.ids, self.config.vocab_size) from None
         if self.embed_positions is not None:
-            x = x + self.embed_positions.weight[positions]
-        for layer in self.layers:
-            x = layer(x, call)
-        final: Tensor = self.norm(x)
-        return final
+            x = x + self.embed_positions.weight[plan.positions]
+        for layer in self.layers if layers is None else layers:
+            x = layer(x, plan.call)
+        x = self.norm(x)
+        return x if plan.packing is None else plan.packing.unpack(x)
 
-    def _plan(
-        self, ids: Tensor, attention_mask: Tensor | None
-    ) -> tuple[slice | Tensor, AttentionCall]:
-        """Positions and visibility of a call without a cache."""
+    def _plan(self, ids: Tensor, attention_mask: Tensor | None) -> _Plan:
+        """How a call without a cache runs: padding behind the tokens of each row."""
+        check_inputs(ids, attention_mask)
         length = ids.shape[1]
-        positions: slice | Tensor = slice(0, length)
-        longest, hidden = length, None
+        packing = seqused = None
         if attention_mask is not None:
-            positions = (attention_mask.cumsum(dim=-1) - 1).clamp_min(0)  # (batch, L)
-            hidden = attention_mask[:, None, None, :]  # (batch, 1, 1, L): padding as keys
             if length > self.config.max_position_embeddings:
-                longest = int(attention_mask.sum(dim=-1).max()) if len(ids) else 0
-        self._check_context(longest)
-        return positions, AttentionCall(self._rotary(positions), hidden, is_causal=True)
+                length = max([1, *attention_mask.sum(dim=-1).tolist()])
+            packing = make_packing(attention_mask, "left", length)
+            ids = packing.pack(ids.masked_fill(~attention_mask, 0))  # padding may be any number
+            seqused = None if self.config.causal else packing.counts
+        self._check_context(length)
+        positions = slice(0, length)
+        return _Plan(ids, positions, self._call(positions, seqused_k=seqused), packing)
 
-    def _plan_cached(
-        self, ids: Tensor, cache: KVCache, attention_mask: Tensor | None
-    ) -> tuple[slice | Tensor, AttentionCall]:
-        """The same behind the tokens of a cache, with the slots of the new ones."""
+    def _plan_cached(self, ids: Tensor, cache: KVCache, attention_mask: Tensor | None) -> _Plan:
+        """How a call behind a cache runs: each row's last token in the last column."""
+        check_causal("Decoder with a cache", self.config)
+        check_inputs(ids, attention_mask)
         cache.check_use(self.config, len(ids), self.dtype, self.device)
         write = cache.reserve(ids.shape[1], attention_mask)
         self._check_context(write.end)
-        positions: slice | Tensor
-        if write.start is not None:
+        ragged = write.ragged
+        if ragged is None:
             positions = slice(write.start, write.end)
-        elif write.positions is not None:
-            positions = write.positions
-        call = AttentionCall(
-            self._rotary(positions),
-            write.visible,
-            is_causal=write.visible is None,
-            cache=cache,
-            write=write,
-        )
-        return positions, call
+            return _Plan(ids, positions, self._call(positions, cache=cache, write=write), None)
+        if ragged.packing is not None and attention_mask is not None:
+            ids = ragged.packing.pack(ids.masked_fill(~attention_mask, 0))
+        call = self._call(ragged.positions, seqused_k=ragged.seqlens, cache=cache, write=write)
+        return _Plan(ids, ragged.positions, call, ragged.packing)
 
-    def _rotary(self, positions: slice | Tensor) -> tuple[Tensor, ...] | None:
-        return None if self.rotary is None else self.rotary.lookup(positions)
+    def _call(
+        self,
+        positions: slice | Tensor,
+        *,
+        seqused_k: Tensor | None = None,
+        cache: KVCache | None = None,
+        write: CacheWrite | None = None,
+    ) -> AttentionCall:
+        rotary = None if self.rotary is None else self.rotary.lookup(positions)
+        slopes = None if self.alibi is None else self.alibi.table
+        return AttentionCall(rotary, slopes, seqused_k, cache, write)
 
     def _check_context(self, longest: int) -> None:
         if longest > self.config.max_position_embeddings:

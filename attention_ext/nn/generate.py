@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from attention_ext.errors import ArgumentError
 
-from .inputs import check_inputs, outside_vocabulary
+from .inputs import check_causal, check_inputs, outside_vocabulary
 from .kv_cache import KVCache
 from .sampling import check_sampling, sample_next
 from .streaming import TextStream, checked_stop
@@ -77,7 +77,8 @@ def generate(
         included. new < max_new_tokens if every row has ended.
 
     Raises:
-        ArgumentError: an option outside its range, an empty prompt, or stop without tokenizer.
+        ArgumentError: an option outside its range, an empty prompt, stop without tokenizer, or an
+            encoder.
 
     Example:
         >>> from attention_ext.nn import ByteTokenizer, Decoder, DecoderConfig
@@ -89,6 +90,7 @@ def generate(
         >>> torch.equal(text, decoder.generate(prompt, 5, temperature=0.8, top_k=20, seed=0))
         True
     """
+    check_causal("Decoder.generate", decoder.config)
     _check_prompt(decoder, ids, attention_mask, max_new_tokens)
     check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     for name, token_id in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id)):

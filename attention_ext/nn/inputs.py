@@ -7,6 +7,8 @@ from torch import Tensor
 
 from attention_ext.errors import ArgumentError, ArgumentTypeError
 
+from .config import DecoderConfig
+
 IGNORED_TARGET = -100
 
 
@@ -50,3 +52,16 @@ def outside_vocabulary(name: str, ids: Tensor, vocab_size: int) -> ArgumentError
         f"Decoder: expected {name} from 0 to {vocab_size - 1}, got values from "
         f"{int(real.min())} to {int(real.max())}"
     )
+
+
+def check_causal(function: str, config: DecoderConfig) -> None:
+    """Reject an encoder where only a causal decoder makes sense.
+
+    Raises:
+        ArgumentError: ``config.causal`` is False.
+    """
+    if not config.causal:
+        raise ArgumentError(
+            f"{function}: expected a causal decoder, got one with causal=False: an encoder sees "
+            "the tokens that it would have to predict"
+        )

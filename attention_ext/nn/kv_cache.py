@@ -8,7 +8,9 @@ writes nothing; then each layer appends its new keys and values; then the length
     cache.advance(write)
 
 The host keeps a copy of the lengths, so that a decode step reads nothing back from the device.
-Padding is never stored: the real tokens of a row are packed behind the row's past ones.
+Padding is never stored: the real tokens of a row are packed behind the row's past ones. So the
+queries of a call, packed to the right, are the last positions in use of their row, and lengths say
+all that attention has to know.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from torch import Tensor
 from attention_ext.errors import ArgumentError, ArgumentTypeError
 
 from .config import DecoderConfig
+from .inputs import check_causal
+from .packing import Packing, make_packing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +37,7 @@ class CacheWrite:
         keys, values: per layer, the slots in use after the call, views of the cache
             (batch, num_key_value_heads, end, width).
         start: first slot of the call where all sequences agree, else None.
-        positions: the position of each new token (batch, length) where they do not agree.
-        visible: (batch, 1, length, max(lengths)) bool, which slots a token sees, likewise.
-        rows, columns, slots: (tokens,) batch index, index within the call, and slot of each real
-            token, likewise.
+        ragged: what belongs to each sequence where they do not agree, else None.
     """
 
     lengths: tuple[int, ...]
@@ -44,11 +45,26 @@ class CacheWrite:
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     start: int | None = None
-    positions: Tensor | None = None
-    visible: Tensor | None = None
-    rows: Tensor | None = None
-    columns: Tensor | None = None
-    slots: Tensor | None = None
+    ragged: RaggedWrite | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedWrite:
+    """Where new tokens go when sequences differ: the newest of each are in the last column.
+
+    Attributes:
+        packing: how the call's columns get there, or None: all of them are real.
+        seqlens: (batch,) int64, the lengths after the call.
+        positions: (batch, width) int64, the position of each column's token; 0 for padding.
+        rows, columns, slots: (tokens,) int64, batch index, column and slot of each real token.
+    """
+
+    packing: Packing | None
+    seqlens: Tensor
+    positions: Tensor
+    rows: Tensor
+    columns: Tensor
+    slots: Tensor
 
 
 class KVCache:
@@ -66,7 +82,7 @@ class KVCache:
         values: (layers, batch, num_key_value_heads, capacity, value_dim).
 
     Raises:
-        ArgumentError: a negative batch size or capacity.
+        ArgumentError: a negative batch size or capacity, or the configuration of an encoder.
 
     Example:
         >>> config = DecoderConfig(256, 16, num_hidden_layers=2, num_attention_heads=2)
@@ -83,6 +99,7 @@ class KVCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        check_causal("KVCache", config)
         for name, value in (("batch_size", batch_size), ("capacity", capacity)):
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ArgumentTypeError(f"KVCache: expected {name} to be an integer, got {value!r}")
@@ -159,37 +176,26 @@ class KVCache:
                     f"KVCache: expected at most capacity = {self.capacity} positions per "
                     f"sequence, got {new} new ones after {used} in use"
                 )
-        if len(set(self._lengths)) <= 1 and all(count == length for count in counts):
+        end = max(lengths, default=length)
+        in_use = self.keys[..., :end, :].unbind(0), self.values[..., :end, :].unbind(0)
+        all_real = all(count == length for count in counts)
+        if len(set(self._lengths)) <= 1 and all_real:
             start = max(self._lengths, default=0)
-            end = start + length
-            return CacheWrite(lengths, end, *self._slots_in_use(end), start=start)
-        return self._reserve_ragged(length, lengths, attention_mask)
+            return CacheWrite(lengths, end, *in_use, start=start)
+        packing = None
+        if attention_mask is not None and not all_real:
+            packing = make_packing(attention_mask, "right", width=max(1, *counts))
+        width = length if packing is None else packing.width
+        return CacheWrite(lengths, end, *in_use, ragged=self._ragged(packing, lengths, width))
 
-    def _slots_in_use(self, end: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Per layer the first slots of keys and values; all views in four calls."""
-        return self.keys[..., :end, :].unbind(0), self.values[..., :end, :].unbind(0)
-
-    def _reserve_ragged(
-        self, length: int, lengths: tuple[int, ...], attention_mask: Tensor | None
-    ) -> CacheWrite:
+    def _ragged(self, packing: Packing | None, lengths: tuple[int, ...], width: int) -> RaggedWrite:
         device = self.keys.device
-        if attention_mask is None:
-            attention_mask = torch.ones(self.batch_size, length, dtype=torch.bool, device=device)
-        seqlens = self._seqlens[:, None]
-        positions = (seqlens + attention_mask.cumsum(dim=-1) - 1).clamp_min(0)  # (batch, length)
-        new_lengths = torch.tensor(lengths, device=device)[:, None, None, None]
-        slot = torch.arange(max(lengths), device=device)
-        visible = (slot <= positions[:, None, :, None]) & (slot < new_lengths)
-        rows, columns = attention_mask.nonzero(as_tuple=True)
-        return CacheWrite(
-            lengths,
-            max(lengths),
-            *self._slots_in_use(max(lengths)),
-            positions=positions,
-            visible=visible,
-            rows=rows,
-            columns=columns,
-            slots=positions[rows, columns],
+        seqlens = torch.tensor(lengths, device=device)
+        columns = torch.arange(-width, 0, device=device)  # counted from the newest token
+        positions = seqlens[:, None] + columns  # (batch, width)
+        rows, columns = (positions >= self._seqlens[:, None]).nonzero(as_tuple=True)
+        return RaggedWrite(
+            packing, seqlens, positions.clamp_min(0), rows, columns, positions[rows, columns]
         )
 
     def append(
@@ -200,8 +206,8 @@ class KVCache:
         Args:
             write: what `reserve` returned for this call.
             layer: index of the layer.
-            key: (batch, num_key_value_heads, length, head_dim).
-            value: (batch, num_key_value_heads, length, value_dim).
+            key: (batch, num_key_value_heads, columns, head_dim), packed as the plan says.
+            value: (batch, num_key_value_heads, columns, value_dim).
 
         Returns:
             Views of all keys and values in use, (batch, num_key_value_heads, write.end, ...).
@@ -210,10 +216,10 @@ class KVCache:
         if write.start is not None:
             keys[:, :, write.start :] = key
             values[:, :, write.start :] = value
-        else:
+        elif write.ragged is not None:
             # Indices on both sides of a slice put the tokens first: (tokens, heads, width).
-            source = (write.rows, slice(None), write.columns)
-            target = (write.rows, slice(None), write.slots)
+            source = (write.ragged.rows, slice(None), write.ragged.columns)
+            target = (write.ragged.rows, slice(None), write.ragged.slots)
             keys[target] = key[source].to(keys.dtype)
             values[target] = value[source].to(values.dtype)
         return keys, values
@@ -222,8 +228,8 @@ class KVCache:
         """Count the appended tokens; until then a call leaves the cache as it was."""
         if write.start is not None:
             self._seqlens += write.end - write.start
-        else:
-            self._seqlens.copy_(torch.tensor(write.lengths))
+        elif write.ragged is not None:
+            self._seqlens.copy_(write.ragged.seqlens)
         self._lengths = write.lengths
 
 

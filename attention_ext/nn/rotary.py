@@ -17,13 +17,13 @@ halves by concatenating the two results 1.15 ms.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .config import DecoderConfig
+from .fixed_table import FixedTable
 
 RotaryTable = tuple[Tensor, ...]
 """What `rotate` multiplies by: one complex tensor for neighbours, (cos, signed sin) for halves."""
@@ -63,35 +63,19 @@ def _llama3_frequencies(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
     return slowed
 
 
-class RotaryEmbedding(nn.Module):
-    """The table of angles of one decoder, for positions 0 to max_position_embeddings - 1.
+class RotaryEmbedding(FixedTable):
+    """The angles of one decoder, for positions 0 to max_position_embeddings - 1.
 
-    The table is no parameter, is not saved, and stays in float32 when the module is converted to
-    a half type.
+    Args:
+        config: the decoder's configuration with ``position="rope"``.
     """
 
-    table: Tensor
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.register_buffer("table", torch.empty(0), persistent=False)
-        self._fill_table()
-
-    def _fill_table(self) -> None:
-        """Write cos and sin as (positions, R/2, 2)."""
-        dtype = torch.float64 if self.table.dtype == torch.float64 else torch.float32
-        positions = torch.arange(
-            self.config.max_position_embeddings, dtype=torch.float64, device="cpu"
-        )
+    def compute(self) -> Tensor:
+        """Cos and sin as (positions, R/2, 2)."""
+        count = self.config.max_position_embeddings
+        positions = torch.arange(count, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, rotary_frequencies(self.config))
-        table = torch.stack([angles.cos(), angles.sin()], dim=-1)
-        self.table = table.to(device=self.table.device, dtype=dtype)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._fill_table()  # a conversion would have rounded the angles
-        return self
+        return torch.stack([angles.cos(), angles.sin()], dim=-1)
 
     def lookup(self, positions: slice | Tensor) -> RotaryTable:
         """The factors for some positions.

@@ -94,7 +94,7 @@ struct Problem {
       value{kKvHeads, kKeys, kValueDim}, output{kHeads, kQueries, kValueDim},
       grad_output{kHeads, kQueries, kValueDim}, grad_query{kHeads, kQueries, kHeadDim},
       grad_key{kKvHeads, kKeys, kHeadDim}, grad_value{kKvHeads, kKeys, kValueDim};
-  std::vector<T> lse = std::vector<T>(kBatch * kHeads * kQueries);
+  Padded<T> lse{kHeads, kQueries, 1}, state{kHeads, kQueries, 2};
   AttentionParams params;
 
   explicit Problem(bool causal) {
@@ -113,7 +113,8 @@ struct Problem {
     params.key = key.view();
     params.value = value.view();
     params.output = output.view();
-    params.lse = lse.data();
+    params.lse = lse.view();
+    params.state = state.view();
   }
 
   void run_forward(int64_t rows_per_task) {
@@ -133,11 +134,11 @@ struct Problem {
     grad.grad_value = grad_value.view();
     grad.grad_key_group = grad.grad_value_group = kHeads / kKvHeads;
     for (int64_t unit = 0; unit < params.num_units(); ++unit) {
-      Scratch sum(table<T>().accumulator_bytes(grad)), part(table<T>().accumulator_bytes(grad));
-      for (int64_t i = 0; i < table<T>().backward_parts(grad); ++i) {
-        Scratch scratch(table<T>().backward_scratch(grad));
-        table<T>().backward(grad, unit, i, (i == 0 ? sum : part).get(), scratch.get());
-        if (i > 0) table<T>().add_accumulator(grad, sum.get(), part.get());
+      Scratch sum(table<T>().accumulator_bytes(params)), part(table<T>().accumulator_bytes(params));
+      for (int64_t i = 0; i < table<T>().backward.parts(grad); ++i) {
+        Scratch scratch(table<T>().backward.scratch(grad));
+        table<T>().backward.run(grad, unit, i, (i == 0 ? sum : part).get(), scratch.get());
+        if (i > 0) table<T>().add_accumulator(params, sum.get(), part.get());
       }
       table<T>().store_accumulator(grad, unit, sum.get());
     }
@@ -165,7 +166,7 @@ void compare_with_formula(Problem<T>& got, double tolerance) {
           sum += std::exp(score[j]);
         }
         const double lse = std::log(sum);
-        CHECK_NEAR(got.lse[(b * kHeads + h) * kQueries + i], lse, tolerance);
+        CHECK_NEAR(got.lse.at(b, h, i, 0), lse, tolerance);
         for (int64_t d = 0; d < kValueDim; ++d) {
           double output = 0;
           for (int64_t j = 0; j < visible; ++j)
@@ -205,7 +206,8 @@ void check_kernels(double tolerance) {
     problem.run_forward(table<T>().forward_rows(problem.params));
     problem.run_backward();
     compare_with_formula(problem, tolerance);
-    CHECK(problem.output.guards_stand() && problem.grad_query.guards_stand());
+    CHECK(problem.output.guards_stand() && problem.lse.guards_stand());
+    CHECK(problem.state.guards_stand() && problem.grad_query.guards_stand());
     CHECK(problem.grad_key.guards_stand() && problem.grad_value.guards_stand());
   }
 }
@@ -216,7 +218,7 @@ void check_tasks() {
   whole.run_forward(table<T>().forward_rows(whole.params));
   pieces.run_forward(table<T>().lanes);
   CHECK(whole.output.data == pieces.output.data);
-  CHECK(whole.lse == pieces.lse);
+  CHECK(whole.lse.data == pieces.lse.data);
 }
 
 TEST(forward_and_backward_follow_the_formula_in_float32) { check_kernels<float>(2e-5); }
