@@ -14,8 +14,12 @@ import torch as _torch
 from . import library as _library
 from . import reference
 from .errors import ArgumentError, ArgumentTypeError
-from .functional import AttentionResult, causal_attention, scaled_dot_product_attention
+from .explain import explain
+from .functional import AttentionResult, scaled_dot_product_attention
+from .merge import merge_attention
 from .replace_sdpa import replace_sdpa
+from .textbook import causal_attention
+from .varlen import varlen_attn
 
 __version__ = "0.1.0"
 
@@ -26,9 +30,12 @@ __all__ = [
     "__version__",
     "build_info",
     "causal_attention",
+    "explain",
+    "merge_attention",
     "reference",
     "replace_sdpa",
     "scaled_dot_product_attention",
+    "varlen_attn",
 ]
 
 

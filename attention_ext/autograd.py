@@ -1,18 +1,19 @@
-"""Every derivative that torch can ask for, around the raw operators.
+"""Every derivative of the operators: first and second order, forward mode, vmap, in all mixtures.
 
-    attention(...) -> library.forward              nothing is differentiated or transformed
-                   -> AttentionFunction            eager: reverse and forward mode, mixed, repeated;
-                                                   vmap
-                   -> CompiledAttentionFunction    while torch.compile or export traces
-                   -> reference.attention          where no Function can be right, see `attention`
+The Functions stand outside of the operators, so that these stay opaque to torch.compile, and each
+derivative is a Function again, on a kernel with O(L + S) memory:
 
-The Functions stand outside of the operators, so that these stay opaque to torch.compile. A backward
-is a Function of its own, which gives double backward and forward over reverse; a first derivative
-alone calls the operator directly. The tangents and the double backward come from `reference.py`:
-plain torch, so memory grows with L x S there.
+    AttentionFunction    backward -> BackwardFunction           jvp -> TangentFunction
+    BackwardFunction     backward -> BackwardTangentFunction    jvp -> the same
+    TangentFunction      backward -> BackwardTangentFunction
+    BackwardTangentFunction, and second order through the weights  -> derivatives.py, plain torch
 
-All Functions take the fields of `reference.Call`, in its order. The float mask is not
-differentiated.
+One kernel serves the second order in all mixtures: the backward is the gradient of a scalar, so its
+vector-Jacobian product is, by the symmetry of second derivatives, its tangent in that direction. A
+first derivative alone calls the operator directly.
+
+A call is a tuple of fields as in `operators.py`. `with_mask` asks for the gradient of a float mask,
+a kernel of its own.
 """
 
 # ruff: noqa: D102 (the methods of a Function are torch's protocol)
@@ -24,239 +25,273 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import library, reference
-from .reference import Call, Direction
-
-_OPTIONS = 5  # fields of Call after query, key and value; they have no gradient
-_NO_GRADS = (None,) * _OPTIONS
-
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    lower_right: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return (output, lse), differentiable with respect to query, key and value.
-
-    The arguments are those of `reference.Call`.
-    """
-    grad_mode = torch.is_grad_enabled()
-    if attn_mask is not None and grad_mode and attn_mask.requires_grad:
-        raise NotImplementedError(_NO_MASK_GRADIENT)
-    if torch._C._is_any_autocast_enabled():
-        query, key, value, attn_mask = library.autocast(query, key, value, attn_mask)
-    needs_grad = grad_mode and (query.requires_grad or key.requires_grad or value.requires_grad)
-    run: Any = library.forward
-    if torch.compiler.is_compiling():
-        # Dynamo would inline the Function there, and raw operators have no derivative.
-        if _traced_transform() or forward_ad._current_level >= 0:
-            run = reference.attention
-        elif needs_grad:
-            run = CompiledAttentionFunction.apply
-    elif _transformed():
-        # torch gives wrong values for a Function's jvp under nested forward mode.
-        run = reference.attention if _nested_forward_mode() else AttentionFunction.apply
-    elif needs_grad:
-        run = _attention_apply
-    output, lse = run(query, key, value, attn_mask, is_causal, scale, enable_gqa, lower_right)
-    return output, lse
-
-
-_NO_MASK_GRADIENT = (
-    "scaled_dot_product_attention: expected an attn_mask without gradient, got one that "
-    "requires grad: its gradient is not supported yet; pass attn_mask.detach(), or call under "
-    "torch.no_grad()"
+from . import derivatives, library
+from .batching import Batch, loop
+from .derivatives import Direction, Optional, inputs_of
+from .operators import (
+    call_of,
+    direction_of,
+    numbers_of,
+    per_argument,
+    run_backward,
+    run_backward_tangent,
+    run_forward,
+    run_tangent,
+    tensors_of,
 )
+from .reference import Call
 
 
-# ---- what is going on around the call ----
+def keep(ctx: Any, before: Sequence[Optional], call: Sequence[Any]) -> None:
+    """Save tensors that stand before the call, and the call."""
+    tensors = *before, *tensors_of(call)
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.numbers = numbers_of(call)
+    ctx.before = len(before)
+    ctx.set_materialize_grads(False)
 
 
-def _transformed() -> bool:
+def kept(ctx: Any) -> tuple[list[Optional], tuple[Any, ...]]:
+    """The tensors that stood before the call, and the call."""
+    tensors = ctx.saved_tensors
+    before, tensors = tensors[: ctx.before], tensors[ctx.before :]
+    return list(before), call_of(tensors, ctx.numbers)
+
+
+def is_transformed() -> bool:
     """Inside a torch.func transform or a forward-mode level (eager)."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def _nested_forward_mode() -> bool:
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    levels = sum(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
-    return levels > 1
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _traced_transform() -> bool:
-    """Inside a torch.func transform, asked while tracing; Dynamo guards on the stack itself."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-# ---- Functions ----
-
-
 class AttentionFunction(torch.autograd.Function):
-    """The eager operator: reverse, forward, mixed and repeated differentiation, and vmap."""
+    """The eager operator: (with_weights, *call) -> output, lse, weights, state."""
 
     @staticmethod
-    def forward(*call: Any) -> tuple[Tensor, Tensor]:
-        return library.forward(*call)
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Optional, Tensor]:
+        return run_forward(*arguments)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, attn_mask, *ctx.options = inputs
-        ctx.save_for_backward(query, key, value, attn_mask, *output)
-        ctx.save_for_forward(query, key, value, attn_mask)
-        ctx.set_materialize_grads(False)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+        output, _, _, state = results
+        ctx.mark_non_differentiable(state)
+        keep(ctx, (output, state), inputs[1:])
+        ctx.with_weights = inputs[0]
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        query, key, value, attn_mask, output, lse = ctx.saved_tensors
+    def backward(ctx: Any, *upstream: Optional) -> tuple[Any, ...]:
+        before, call = kept(ctx)
+        with_mask = len(call) > 3 and ctx.needs_input_grad[4]
         # A first derivative alone, the usual case, is the operator itself.
-        again = torch.is_grad_enabled() or _transformed()
-        run = BackwardFunction.apply if again else library.backward
-        grads = run(grad_output, grad_lse, query, key, value, output, lse, attn_mask, *ctx.options)
-        return *grads, *_NO_GRADS
+        again = torch.is_grad_enabled() or is_transformed()
+        run: Any = BackwardFunction.apply if again else run_backward
+        return None, *per_argument(run(with_mask, *upstream[:3], *before, *call), call)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
-        call = Call(*ctx.saved_tensors[:4], *ctx.options)
-        if tangents[3] is not None:
-            raise NotImplementedError(_NO_MASK_GRADIENT)
-        return reference.attention_tangent(call, Direction(*tangents[:3]))
+    def jvp(ctx: Any, *tangents: Optional) -> tuple[Optional, ...]:
+        before, call = kept(ctx)
+        direction = direction_of(tangents[1:])
+        if ctx.with_weights:
+            full = Call(*call)
+            moved = derivatives.push(derivatives.definition(full), inputs_of(full), direction)
+            return *moved, None
+        run: Any = TangentFunction.apply
+        return *run(*direction, *before, *call), None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
-        call, dims, samples = Call(*args), list(in_dims[:4]), info.batch_size
-        rank = _rank(call, dims)
-        query = call.query
-        if dims[:3] == [None, None, None]:  # the mask alone is mapped
-            query, dims[0] = query.expand(samples, *query.shape), 0
-        tensors = (query, call.key, call.value, call.attn_mask)
-        mapped = (_lead(tensor, dim, rank) for tensor, dim in zip(tensors, dims, strict=True))
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
+        with_weights, *call = arguments
+        batch = _batch(info, call, in_dims[1:])
+        library.check(batch.sample())  # an error is about the shapes that the caller sees
+        if batch.loops:
+            return loop(AttentionFunction, info.batch_size, in_dims, arguments)
         run: Any = AttentionFunction.apply
-        return run(*mapped, *call[4:]), (0, 0)
+        return batch.results(run(with_weights, *batch.leading()))
 
 
 class BackwardFunction(torch.autograd.Function):
-    """The backward as a function of its own.
+    """Gradients: (with_mask, upstream of output, lse and weights, output, state, *call) -> six.
 
-    Output and lse count as functions of query, key and value: their part is contained in those
-    derivatives.
+    Output and state count as functions of the inputs: their part is contained in those derivatives.
     """
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return library.backward(*args)
+    def forward(*arguments: Any) -> Direction:
+        return run_backward(*arguments)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        grad_output, grad_lse, query, key, value, _, _, attn_mask, *ctx.options = inputs
-        ctx.save_for_backward(grad_output, grad_lse, query, key, value, attn_mask)
-        ctx.save_for_forward(grad_output, grad_lse, query, key, value, attn_mask)
-        ctx.set_materialize_grads(False)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: Direction) -> None:
+        ctx.with_mask = inputs[0]
+        keep(ctx, inputs[1:6], inputs[6:])
 
     @staticmethod
-    def backward(ctx: Any, *directions: Tensor | None) -> tuple[Any, ...]:
-        grad_output, grad_lse, *tensors = ctx.saved_tensors
-        call = Call(*tensors, *ctx.options)
-        grads, output_tangent, lse_tangent = reference.backward_tangent(
-            call, grad_output, grad_lse, Direction(*directions)
+    def backward(ctx: Any, *direction: Optional) -> tuple[Any, ...]:
+        (*upstream, output, state), call = kept(ctx)
+        if upstream[2] is not None:
+            full = Call(*call)
+            tensors = (*upstream, *inputs_of(full))
+            grads = derivatives.pull(derivatives.gradient(full), tensors, direction)
+            return None, *grads[:3], None, None, *per_argument(grads[3:], call)
+        again = torch.is_grad_enabled() or is_transformed()
+        run: Any = TangentFunction.apply if again else run_tangent
+        moved = run(*direction, output, state, *call)
+        run = BackwardTangentFunction.apply if again else run_backward_tangent
+        grads = run(
+            len(call) > 3 and ctx.needs_input_grad[9],
+            *(None, None, *moved, *direction, *upstream[:2], output, state, *call),
         )
-        upstream = (
-            None if grad_output is None else output_tangent,
-            None if grad_lse is None else lse_tangent,
+        of_upstream = (
+            None if u is None else m for u, m in zip(upstream, (*moved, None), strict=True)
         )
-        return *upstream, *grads, None, None, *_NO_GRADS
+        return None, *of_upstream, None, None, *per_argument(grads, call)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Direction:
-        grad_output, grad_lse, *tensors = ctx.saved_tensors
-        call = Call(*tensors, *ctx.options)
-        if tangents[7] is not None:
-            raise NotImplementedError(_NO_MASK_GRADIENT)
-        return reference.backward_tangent(
-            call, grad_output, grad_lse, Direction(*tangents[2:5]), *tangents[:2]
-        )[0]
+    def jvp(ctx: Any, *tangents: Optional) -> Direction:
+        (*upstream, output, state), call = kept(ctx)
+        direction, moving = direction_of(tangents[6:]), tangents[1:4]
+        if upstream[2] is not None:
+            full = Call(*call)
+            tensors = (*moving, *direction, *upstream, *inputs_of(full))
+            grads = Direction(*derivatives.gradient_tangent(full)(*tensors))
+            return grads if ctx.with_mask else grads._replace(attn_mask=None)
+        run: Any = TangentFunction.apply
+        moved = run(*direction, output, state, *call)
+        run = BackwardTangentFunction.apply
+        before = (*moving[:2], *moved, *direction, *upstream[:2], output, state)
+        return Direction(*run(ctx.with_mask, *before, *call))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
-        grad_output, grad_lse, query, key, value, output, lse, *others = args
-        call, samples = Call(query, key, value, *others), info.batch_size
-        rank = _rank(call, in_dims[2:])
-
-        # Every sample has gradients of its own: all but the mask get the new dimension, expanded
-        # where not mapped.
-        def lead(tensor: Tensor | None, index: int, rank: int = 0) -> Tensor | None:
-            if tensor is not None and in_dims[index] is None:
-                return _lead(tensor.expand(samples, *tensor.shape), 0, rank)
-            return _lead(tensor, in_dims[index], rank)
-
-        inputs = [lead(tensor, 2 + i, rank) for i, tensor in enumerate(call[:3])]
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
+        batch = _batch(info, arguments[6:], in_dims[6:])
+        if batch.loops:
+            return loop(BackwardFunction, info.batch_size, in_dims, arguments)
+        with_mask, grad_output, grad_lse, *others = arguments[:6]
         run: Any = BackwardFunction.apply
         grads = run(
-            lead(grad_output, 0),
-            lead(grad_lse, 1),
-            *inputs,
-            lead(output, 5),
-            lead(lse, 6),
-            _lead(call.attn_mask, in_dims[7], rank),
-            *call[4:],
+            with_mask,
+            batch.rows(grad_output, in_dims[1]),
+            batch.lse(grad_lse, in_dims[2]),
+            *(batch.rows(x, dim) for x, dim in zip(others, in_dims[3:6], strict=True)),
+            *batch.leading(own_gradients=True),
         )
-        # Without the ones that were inserted for the rank.
-        shapes = [
-            (samples, *_logical_shape(tensor, dim))
-            for tensor, dim in zip(call[:3], in_dims[2:5], strict=True)
-        ]
-        return tuple(map(Tensor.reshape, grads, shapes)), (0, 0, 0)
+        return batch.gradients(grads)
 
 
-class CompiledAttentionFunction(torch.autograd.Function):
-    """For torch.compile and export: no jvp, which would break the graph, and no vmap."""
+class TangentFunction(torch.autograd.Function):
+    """Forward mode: (direction: six, output, state, *call) -> tangents of output and lse."""
 
     @staticmethod
-    def forward(*call: Any) -> tuple[Tensor, Tensor]:
-        return library.forward(*call)
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return run_tangent(*arguments)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, attn_mask, *ctx.options = inputs
-        ctx.save_for_backward(query, key, value, attn_mask, *output)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:
+        keep(ctx, (*inputs[:8], *results), inputs[8:])
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-        query, key, value, attn_mask, output, lse = ctx.saved_tensors
-        grads = library.backward(
-            grad_output, grad_lse, query, key, value, output, lse, attn_mask, *ctx.options
+    def backward(ctx: Any, *upstream: Optional) -> tuple[Any, ...]:
+        (*direction, output, state, output_tangent, lse_tangent), call = kept(ctx)
+        moved = output_tangent, lse_tangent
+        with_mask = direction[3] is not None
+        run: Any = BackwardFunction.apply
+        grads = run(with_mask, *upstream, None, output, state, *call)
+        pairs = zip(direction, grads, strict=True)
+        of_direction = (None if given is None else grad for given, grad in pairs)
+        run = BackwardTangentFunction.apply
+        grads = run(
+            len(call) > 3 and ctx.needs_input_grad[11],
+            *(None, None, *moved, *direction, *upstream, output, state, *call),
         )
-        return *grads, *_NO_GRADS
+        return *of_direction, None, None, *per_argument(grads, call)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Optional) -> tuple[Optional, ...]:
+        (*direction, _, _, _, _), call = kept(ctx)
+        full = Call(*call)
+        inputs, moving = inputs_of(full), direction_of(tangents[8:])
+        tensors = (*direction, *inputs), (*tangents[:6], *moving)
+        return tuple(derivatives.push(derivatives.tangent(full), *tensors))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
+        batch = _batch(info, arguments[8:], in_dims[8:])
+        if batch.loops:
+            return loop(TangentFunction, info.batch_size, in_dims, arguments)
+        run: Any = TangentFunction.apply
+        moved = run(
+            *batch.like_inputs(arguments[:6], in_dims[:6]),
+            batch.rows(arguments[6], in_dims[6]),
+            batch.rows(arguments[7], in_dims[7]),
+            *batch.leading(own_gradients=True),
+        )
+        return batch.results(moved)
 
 
-# Function.apply with a setup_context runs inspect.signature().bind() on every call, about four
-# times the cost of everything else. Outside of transforms it then calls this:
-_attention_apply = super(torch.autograd.Function, AttentionFunction).apply
+class BackwardTangentFunction(torch.autograd.Function):
+    """The tangent of the backward: second order in all mixtures.
+
+    (with_mask, tangents of the upstream gradients of output and lse, tangents of output and lse,
+    direction: six, upstream gradients of output and lse, output, state, *call) -> six. The tangents
+    of output and lse are those that `TangentFunction` gives for the direction.
+    """
+
+    @staticmethod
+    def forward(*arguments: Any) -> Direction:
+        return run_backward_tangent(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: Direction) -> None:
+        ctx.with_mask = inputs[0]
+        # tangents of upstream, direction, upstream
+        keep(ctx, (*inputs[1:3], *inputs[5:13]), inputs[15:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Optional) -> tuple[Any, ...]:
+        function, tensors, call = BackwardTangentFunction._definition(ctx)
+        found = derivatives.pull(function, tensors, grads)
+        upstream, direction, inputs = found[9:11], found[3:9], found[12:]
+        of_call = per_argument(inputs, call)
+        return None, *found[:2], None, None, *direction, *upstream, None, None, *of_call
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Optional) -> Direction:
+        function, tensors, _ = BackwardTangentFunction._definition(ctx)
+        moving = (*tangents[1:3], None, *tangents[5:13], None, *direction_of(tangents[15:]))
+        grads = Direction(*derivatives.push(function, tensors, moving))
+        return grads if ctx.with_mask else grads._replace(attn_mask=None)
+
+    @staticmethod
+    def _definition(ctx: Any) -> tuple[Any, list[Optional], tuple[Any, ...]]:
+        """A function in plain torch, its arguments, and the call."""
+        before, call = kept(ctx)
+        full = Call(*call)
+        tensors = [*before[:2], None, *before[2:10], None, *inputs_of(full)]
+        return derivatives.gradient_tangent(full), tensors, call
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
+        batch = _batch(info, arguments[15:], in_dims[15:])
+        if batch.loops:
+            return loop(BackwardTangentFunction, info.batch_size, in_dims, arguments)
+
+        def upstream(first: int) -> tuple[Optional, Optional]:
+            outputs = batch.rows(arguments[first], in_dims[first])
+            return outputs, batch.lse(arguments[first + 1], in_dims[first + 1])
+
+        run: Any = BackwardTangentFunction.apply
+        grads = run(
+            arguments[0],
+            *upstream(1),
+            *upstream(3),
+            *batch.like_inputs(arguments[5:11], in_dims[5:11]),
+            *upstream(11),
+            batch.rows(arguments[13], in_dims[13]),
+            batch.rows(arguments[14], in_dims[14]),
+            *batch.leading(own_gradients=True),
+        )
+        return batch.gradients(grads)
 
 
-# ---- vmap: one more leading dimension, which the operators broadcast ----
-
-
-def _logical_shape(tensor: Tensor, dim: int | None) -> tuple[int, ...]:
-    """The shape that the mapped function sees."""
-    return tuple(size for i, size in enumerate(tensor.shape) if i != dim)
-
-
-def _rank(call: Call, in_dims: Sequence[int | None]) -> int:
-    """Dimensions of the output that the mapped function sees."""
-    return max(len(_logical_shape(t, d)) for t, d in zip(call[:3], in_dims[:3], strict=True))
-
-
-def _lead(tensor: Tensor | None, dim: int | None, rank: int) -> Tensor | None:
-    """Put the mapped dimension in front, and ones behind it until `rank` dimensions follow."""
-    if tensor is None or dim is None:
-        return tensor
-    tensor = tensor.movedim(dim, 0)
-    for _ in range(rank + 1 - tensor.dim()):
-        tensor = tensor.unsqueeze(1)
-    return tensor
+def _batch(info: Any, call: Sequence[Any], in_dims: Sequence[int | None]) -> Batch:
+    missing = (None,) * (len(Call._fields) - len(call))
+    return Batch(info.batch_size, Call(*call), (*in_dims, *missing))

@@ -30,6 +30,9 @@ class ArgumentTypeError(TypeError, RuntimeError):
     """
 
 
+# what an error from below can be before it is translated
+TRANSLATED = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
 _KINDS: dict[str, type[Exception]] = {
     "value": ArgumentError,
     "type": ArgumentTypeError,
@@ -38,9 +41,11 @@ _KINDS: dict[str, type[Exception]] = {
 _MARKED = re.compile(r"\[(value|type|unsupported)\] \w+: ([^\n]+)")
 _OURS = re.compile(r"\w+: (expected .*)")
 
-_BOOLS = ("is_causal", "enable_gqa", "return_lse")
-_NUMBERS = ("scale",)
-_OPTIONAL = ("attn_mask",)
+_BOOLS = ("is_causal", "enable_gqa")
+_NUMBERS = ("scale", "softcap", "dropout_p")
+_INTEGERS = ("max_q", "max_k", "num_splits")
+_OPTIONAL = ("attn_mask", "alibi_slopes", "sinks", "seqused_k", "cu_seq_k", "block_table")
+_OTHER = ("window_size",)  # checked where it is read
 _DEVICES = ("cpu", "meta")
 
 
@@ -74,10 +79,15 @@ def wrong_type(function: str, arguments: Mapping[str, object]) -> Exception | No
         if name in _BOOLS:
             right, rule = isinstance(value, bool), "a bool"
         elif name in _NUMBERS:
-            right = value is None or isinstance(value, Real) or _is_plain_scalar(value)
-            rule = "a float"
+            right = isinstance(value, Real | torch.SymFloat) or _is_plain_scalar(value)
+            right, rule = right or (value is None and name != "dropout_p"), "a float"
+        elif name in _INTEGERS:
+            right = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+            right, rule = right or (value is None and name == "num_splits"), "an int"
         elif name in _OPTIONAL:
             right, rule = value is None or isinstance(value, Tensor), "a torch.Tensor or None"
+        elif name in _OTHER:
+            continue
         else:
             right, rule = isinstance(value, Tensor), "a torch.Tensor"
         if not right:
@@ -99,7 +109,7 @@ def _unsupported(function: str, arguments: Mapping[str, object]) -> Exception | 
         found = remedy = None
         if tensor.is_nested:
             found = "a nested tensor"
-            remedy = "pad it with torch.nested.to_padded_tensor and hide the padding with attn_mask"
+            remedy = "pass its values and offsets to attention_ext.varlen_attn"
         elif tensor.layout != torch.strided:
             found = f"a tensor of layout {tensor.layout}"
             remedy = "call its to_dense() first"

@@ -11,12 +11,14 @@ size that is not known while tracing.
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .errors import translate
+from .errors import translate, wrong_type
+from .reference import Call, leading_shape
 
 LIBRARY_PATH = Path(__file__).parent / "_C.so"
 
@@ -36,101 +38,155 @@ def _load() -> None:
 
 _load()
 
-forward: Callable[..., tuple[Tensor, Tensor]] = torch.ops.attention_ext.forward.default
-backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.attention_ext.backward.default
-_check_forward: Callable[..., None] = torch.ops.attention_ext.check_forward.default
-cpu_capability: Callable[[], str] = torch.ops.attention_ext.cpu_capability.default
+_ops = torch.ops.attention_ext
+forward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.forward.default
+backward: Callable[..., tuple[Tensor, ...]] = _ops.backward.default
+mask_gradient: Callable[..., Tensor] = _ops.mask_gradient.default
+weights: Callable[..., Tensor] = _ops.weights.default
+tangent: Callable[..., tuple[Tensor, Tensor]] = _ops.tangent.default
+backward_tangent: Callable[..., tuple[Tensor, ...]] = _ops.backward_tangent.default
+mask_gradient_tangent: Callable[..., Tensor] = _ops.mask_gradient_tangent.default
+_check_forward: Callable[..., None] = _ops.check_forward.default
+cpu_capability: Callable[[], str] = _ops.cpu_capability.default
 
 
 # ---- autocast ----
 
 
-def autocast(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def autocast(call: Sequence[Any]) -> Sequence[Any]:
     """Cast the inputs as autocast does for torch's function: a float mask too, float64 left alone.
 
-    Plain torch casts outside of the operator, so that they are differentiated like everything else.
+    Slopes and sinks, of which torch's function has none, stay in float32 or become that: they are
+    added in float32. Plain torch casts outside of the operator, so that casts are differentiated
+    like everything else.
     """
-    device = query.device.type
+    device = call[0].device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return query, key, value, attn_mask
+        return call
     dtype = torch.get_autocast_dtype(device)
 
-    def cast(tensor: Tensor) -> Tensor:
-        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(dtype) if eligible else tensor
+    def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+            return tensor
+        return tensor.to(dtype)
 
-    mask = None if attn_mask is None else cast(attn_mask)
-    return cast(query), cast(key), cast(value), mask
+    tensors = [cast(tensor, dtype) for tensor in call[:4]]
+    if len(call) <= 4:
+        return tensors
+    if len(call) <= 8:
+        return *tensors, *call[4:]
+    full = Call(*call)
+    slopes, sinks = cast(full.alibi_slopes, torch.float32), cast(full.sinks, torch.float32)
+    query, key, value, mask = tensors
+    inputs: dict[str, Any] = {"query": query, "key": key, "value": value, "attn_mask": mask}
+    return full._replace(**inputs, alibi_slopes=slopes, sinks=sinks)
 
 
 # ---- fake kernels ----
 
 
 def _forward_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    lower_right: bool = False,
-) -> tuple[Tensor, Tensor]:
-    _check(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    leading = _leading_shape(query, key, value, enable_gqa)
-    rows = (*leading, query.shape[-2])
-    output = _empty_ordered_like(query, (*rows, value.shape[-1]))
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return output, query.new_empty(rows, dtype=lse_dtype)
-
-
-def _backward_fake(
-    grad_output: Tensor | None,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: object,
-    **options: object,
+    query: Tensor, key: Tensor, value: Tensor, *options: Any, **named: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = [_empty_ordered_like(tensor, tuple(tensor.shape)) for tensor in (query, key, value)]
-    return grads[0], grads[1], grads[2]
+    call = Call(query, key, value, *options, **named)
+    check(call)
+    rows = _rows(call)
+    output = _empty_ordered_like(query, (*rows, value.shape[-1]))
+    lse = query.new_empty(rows, dtype=_sum_dtype(query))
+    return output, lse, query.new_empty((*rows, 2), dtype=lse.dtype)
 
 
-torch.library.register_fake("attention_ext::forward", _forward_fake)
-torch.library.register_fake("attention_ext::backward", _backward_fake)
+def _weights_fake(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, *options: Any, **named: Any
+) -> Tensor:
+    rows = _rows(Call(query, key, value, *options, **named))
+    return query.new_empty((*rows, key.shape[-2]))
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> None:
+def _backward_fake(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+    return _gradients_fake(*arguments[3:6], *arguments[8:], **named)
+
+
+def _backward_tangent_fake(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+    return _gradients_fake(*arguments[12:15], *arguments[17:], **named)
+
+
+def _gradients_fake(*call: Any, **named: Any) -> tuple[Tensor, ...]:
+    full = Call(*call, **named)
+    grads = [_empty_ordered_like(tensor, tuple(tensor.shape)) for tensor in full[:3]]
+    for tensor in (full.alibi_slopes, full.sinks):
+        grads.append(full.query.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape))
+    return tuple(grads)
+
+
+def _mask_gradient_fake(*arguments: Any, **named: Any) -> Tensor:
+    return _mask_like(arguments[8] if len(arguments) > 8 else named["attn_mask"])
+
+
+def _mask_gradient_tangent_fake(*arguments: Any, **named: Any) -> Tensor:
+    return _mask_like(arguments[17] if len(arguments) > 17 else named["attn_mask"])
+
+
+def _mask_like(attn_mask: Tensor) -> Tensor:
+    return _empty_ordered_like(attn_mask, tuple(attn_mask.shape))
+
+
+def _tangent_fake(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    query, output = arguments[6], arguments[9]
+    moved = _empty_ordered_like(output, tuple(output.shape))
+    return moved, query.new_empty(output.shape[:-1], dtype=_sum_dtype(query))
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "forward": _forward_fake,
+    "weights": _weights_fake,
+    "backward": _backward_fake,
+    "mask_gradient": _mask_gradient_fake,
+    "tangent": _tangent_fake,
+    "backward_tangent": _backward_tangent_fake,
+    "mask_gradient_tangent": _mask_gradient_tangent_fake,
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"attention_ext::{_name}", _fake)
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+_CHECKED = (
+    "query", "key", "value", "attn_mask", "alibi_slopes", "sinks", "seqused_k", "cu_seq_q",
+    "cu_seq_k",
+)  # fmt: skip
+
+
+def check(call: Call) -> None:
     """Give a wrong call the text that the real operator gives it.
 
     Symbolic sizes are checked by their example, which adds no guard.
     """
-    arguments = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
-    tensors = [tensor for tensor in arguments.values() if tensor is not None]
-    if len({tensor.device for tensor in tensors}) > 1:
-        raise translate(RuntimeError("devices"), "scaled_dot_product_attention", arguments)
-    shapes = [_example_sizes(tensor.shape) for tensor in tensors]
-    if None in shapes:
-        return  # a size that depends on data: the real operator checks it
-    dtypes = [_scalar_type(tensor.dtype) for tensor in tensors]
-    if attn_mask is None:
-        shapes, dtypes = [*shapes, None], [*dtypes, -1]
+    function = "scaled_dot_product_attention" if call.cu_seq_q is None else "varlen_attn"
+    tensors = {name: getattr(call, name) for name in _CHECKED}
+    given = {name: x for name, x in tensors.items() if x is not None or name in _CHECKED[:3]}
+    if error := wrong_type(function, given):
+        raise error
+    present = list(given.values())
+    if len({tensor.device for tensor in present}) > 1:
+        raise translate(RuntimeError("devices"), function, given)
+    sizes = []
+    for tensor in present:
+        example = _example_sizes(tensor.shape)
+        if example is None:
+            return  # a size that depends on data: the real operator checks it
+        sizes += example
+    ranks = [-1 if tensor is None else tensor.dim() for tensor in tensors.values()]
+    dtypes = [-1 if x is None else _scalar_type(x.dtype) for x in tensors.values()]
+    numbers = (call.window_left, call.window_right, call.softcap, call.dropout_p)
     try:
         with _disable_current_modes():
-            _check_forward(*shapes, *dtypes, scale, is_causal, enable_gqa)
+            _check_forward(ranks, sizes, dtypes, call.enable_gqa, *numbers)
     except RuntimeError as error:
-        raise translate(error, "scaled_dot_product_attention", arguments) from None
+        raise translate(error, function, given) from None
 
 
 def _example_sizes(shape: torch.Size) -> list[int] | None:
@@ -151,12 +207,11 @@ def _scalar_type(dtype: torch.dtype) -> int:
         return int(torch.ops.prim.dtype.default(torch.empty(0, dtype=dtype)))
 
 
-def _leading_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> torch.Size:
-    """(*B, Hq)."""
-    shapes = [tuple(tensor.shape[:-2]) for tensor in (query, key, value)]
-    if enable_gqa:  # the heads are the query's: key and value take part as if they had one
-        shapes[1:] = [(*shape[:-1], 1) if shape else shape for shape in shapes[1:]]
-    return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+def _rows(call: Call) -> tuple[int, ...]:
+    """(*B, Hq, L); packed (T, Hq)."""
+    if call.cu_seq_q is not None:
+        return tuple(call.query.shape[:2])
+    return (*leading_shape(call), call.query.shape[-2])
 
 
 def _empty_ordered_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:

@@ -1,15 +1,17 @@
 """The definition of the operator in plain torch: what the kernels compute, said plainly.
 
-    scores  = scale * query @ key^T + float mask          (*B, Hq, L, S)
-    visible = bool mask, float mask != -inf, causal       which pairs (query i, key j) may attend
-    weights = softmax(scores) over the visible keys, else 0; all 0 in a row without a visible key
-    output  = weights @ value                             (*B, Hq, L, Dv)
-    lse     = log(sum(exp(scores))) over the visible keys; -inf in a row without one
+    scores  = scale * query @ key^T                        (*B, Hq, L, S)
+            -> softcap * tanh(scores / softcap)
+            -> + float mask
+            -> - slope of the head * |position of the query - position of the key|
+    visible = bool mask, float mask != -inf, causal, window, seqused_k: which pairs may attend
+    weights = softmax(scores) over the visible keys, else 0; exp(sink) is added to its denominator
+    output  = dropout(weights) @ value                     (*B, Hq, L, Dv)
+    lse     = log(exp(sink) + sum(exp(scores))) over the visible keys; -inf in a row without any
 
-Everything here stores L x S numbers per head; the kernels never do. Below the definition stand its
-derivatives: the tangents (directional derivatives) of the forward and of the backward, from which
-forward mode and double backward are made. They use differentiable operations only, so every higher
-derivative follows.
+Everything here stores L x S numbers per head; the kernels never do. Differentiable operations only,
+so that every derivative of every order follows: `derivatives.py` takes those from here that no
+kernel computes.
 
 Hidden means unread: what lies in a hidden key, value or upstream gradient never reaches a result.
 Since 0 * NaN is NaN, that takes more than a weight of 0: see `_pair_products` and `_weighted_sum`.
@@ -22,259 +24,263 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+UNLIMITED = -1  # a window without an end on this side
+
 
 class Call(NamedTuple):
-    """The arguments of one call, as the caller gave them."""
+    """The arguments of one call, in the order of the operators; tensors as the caller gave them.
+
+    Packed sequences: query is (T, Hq, D), key (Tk, Hkv, D), value (Tk, Hkv, Dv). The offsets
+    `cu_seq_q` and `cu_seq_k` say where sequences begin; each is a batch element.
+    """
 
     query: Tensor  # (*B, Hq, L, D)
     key: Tensor  # (*B, Hkv, S, D)
     value: Tensor  # (*B, Hkv, S, Dv)
     attn_mask: Tensor | None = None  # broadcastable to (*B, Hq, L, S); bool (True: see) or added
-    is_causal: bool = False  # query i sees the keys j <= i; with lower_right j <= i + S - L
+    is_causal: bool = False  # query i sees the keys j <= p_i
     scale: float | None = None  # factor on the dot products; None: 1 / sqrt(D)
     enable_gqa: bool = False  # query head h reads key and value head h // (Hq // Hkv)
-    lower_right: bool = False
+    lower_right: bool = False  # p_i, the position of query i, is i + keys in use - L; else i
+    window_left: int = UNLIMITED  # query i sees the keys j >= p_i - window_left
+    window_right: int = UNLIMITED  # and j <= p_i + window_right
+    softcap: float = 0.0  # 0: off
+    dropout_p: float = 0.0  # probability of dropping a weight
+    alibi_slopes: Tensor | None = None  # (Hq,) or broadcastable to (*B, Hq)
+    sinks: Tensor | None = None  # the same
+    seqused_k: Tensor | None = None  # broadcastable to (*B,): how many keys are in use
+    seed: Tensor | None = None  # int64, broadcastable to (*B,): of dropout
+    shared_batch_dims: int = 0  # leading batch dimensions that have one dropout pattern in common
+    cu_seq_q: Tensor | None = None  # (N + 1,), packed sequences only
+    cu_seq_k: Tensor | None = None  # (N + 1,)
+    max_q: int = 0
+    max_k: int = 0
 
 
-class Direction(NamedTuple):
-    """Tangents of query, key and value, or derivatives with respect to them; None is zero."""
+class Result(NamedTuple):
+    """What a call computes."""
 
-    query: Tensor | None
-    key: Tensor | None
-    value: Tensor | None
-
-
-class _Problem(NamedTuple):
-    """A call with options resolved, heads repeated, half widened; leading dims still broadcast."""
-
-    query: Tensor  # (*B, Hq, L, D)
-    key: Tensor  # (*B, Hq, S, D)
-    value: Tensor  # (*B, Hq, S, Dv)
-    bias: Tensor | None  # broadcastable to (*B, Hq, L, S); 0 on hidden pairs
-    visible: Tensor | None  # (*B, Hq, L, S) bool; None: all
-    scale: float
-    pairs: tuple[int, ...]  # the shape (*B, Hq, L, S)
+    output: Tensor  # (*B, Hq, L, Dv); packed (T, Hq, Dv)
+    lse: Tensor  # (*B, Hq, L); packed (T, Hq)
+    weights: Tensor  # (*B, Hq, L, S); packed (Hq, T, Tk)
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    lower_right: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of attention.
+def attention(call: Call) -> Result:
+    """Return output, log-sum-exp and weights of attention.
 
     Args:
-        query: (*B, Hq, L, D).
-        key: (*B, Hkv, S, D).
-        value: (*B, Hkv, S, Dv).
-        attn_mask: Broadcastable to (*B, Hq, L, S); bool (True: may attend) or floating point
-            (added).
-        is_causal: Query i sees the keys j <= i; with `lower_right` the keys j <= i + S - L.
-        scale: Factor on the dot products; None: 1 / sqrt(D).
-        enable_gqa: Query head h reads key and value head h // (Hq // Hkv).
-        lower_right: See `is_causal`.
+        call: The arguments.
 
     Returns:
-        The output, (*B, Hq, L, Dv) in the query's dtype, and lse, (*B, Hq, L) in float32 (float64
-        for float64).
+        The output and the weights (before dropout) in the query's dtype, lse in float32 (float64
+        for float64). Slack rows of packed sequences have output and lse 0.
 
     Example:
         >>> query, key = torch.tensor([[2.0, 1.0]]), torch.tensor([[2.0, 0.0], [0.0, 1.0]])
-        >>> output, lse = attention(query, key, value=torch.eye(2), scale=1.0)  # scores 4 and 1
-        >>> torch.testing.assert_close(output, torch.tensor([[4.0, 1.0]]).softmax(-1))
+        >>> call = Call(query, key, value=torch.eye(2), scale=1.0)  # scores 4 and 1
+        >>> expected = torch.tensor([[4.0, 1.0]]).softmax(-1)
+        >>> torch.testing.assert_close(attention(call).output, expected)
     """
-    problem = _prepare(
-        Call(query, key, value, attn_mask, is_causal, scale, enable_gqa, lower_right)
-    )
-    weights, lse = _softmax(problem)
-    return _weighted_sum(weights, problem.value, problem.visible).to(query.dtype), lse
+    if call.cu_seq_q is not None:
+        return _packed_attention(call)
+    single_head = max(tensor.dim() for tensor in call[:3]) == 2
+    if single_head:
+        query, key, value = (tensor.unsqueeze(0) for tensor in call[:3])
+        call = call._replace(query=query, key=key, value=value)
+    result = _attention(call, _places(call))
+    return Result(*(x.squeeze(0) for x in result)) if single_head else result
 
 
-def attention_weights(call: Call, lse: Tensor) -> Tensor:
-    """Return the softmax weights, given lse: exp(scores - lse) on visible pairs, 0 elsewhere.
+class _Places(NamedTuple):
+    """Where queries and keys stand. All broadcast to (*B, 1, L, S)."""
 
-    Args:
-        call: The arguments of the call; its value is not looked at.
-        lse: (*B, Hq, L), as the operator returned it.
-
-    Returns:
-        (*B, Hq, L, S) in the query's dtype.
-    """
-    problem = _prepare(call)
-    scores = _scores(problem)
-    if problem.visible is not None:
-        scores = scores.masked_fill(~problem.visible, -math.inf)
-        lse = lse.masked_fill(lse == -math.inf, 0.0)  # an empty row: exp(-inf - 0) = 0
-    return (scores - lse.unsqueeze(-1)).exp().to(call.query.dtype)
+    query: Tensor  # i
+    key: Tensor  # j
+    position: Tensor  # p_i
+    batch: Tensor  # index of the batch element among those with a dropout pattern of their own
+    visible: Tensor | None = None  # what lengths show; None: all
 
 
-def visible_pairs(
-    seqlen_q: int,
-    seqlen_kv: int,
-    lower_right: bool = False,
-    device: torch.device | None = None,
-) -> Tensor:
-    """Return which pairs a causal call shows: bool, (L, S).
-
-    Example:
-        >>> visible_pairs(2, 5).int().tolist()
-        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0]]
-        >>> visible_pairs(2, 5, lower_right=True).int().tolist()
-        [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-    """
-    position = torch.arange(seqlen_q, device=device).unsqueeze(-1)  # of query i on the key axis
-    if lower_right:
-        position = position + (seqlen_kv - seqlen_q)
-    return torch.arange(seqlen_kv, device=device) <= position
+def _places(call: Call) -> _Places:
+    """Of a call that is not packed."""
+    device, seqlen_q, seqlen_kv = call.query.device, call.query.shape[-2], call.key.shape[-2]
+    query = torch.arange(seqlen_q, device=device).unsqueeze(-1)
+    key = torch.arange(seqlen_kv, device=device)
+    position, visible = query, None
+    if call.seqused_k is not None:
+        used = call.seqused_k.reshape(*call.seqused_k.shape, 1, 1, 1)
+        visible = key < used
+        position = query + (used - seqlen_q) if call.lower_right else query
+    elif call.lower_right:
+        position = query + (seqlen_kv - seqlen_q)
+    batch = leading_shape(call)[:-1]
+    order = torch.arange(math.prod(batch), device=device).reshape(*batch, 1, 1, 1)
+    patterns = math.prod(batch[call.shared_batch_dims :])
+    return _Places(query, key, position, order % patterns if patterns else order, visible)
 
 
-def attention_tangent(call: Call, direction: Direction) -> tuple[Tensor, Tensor]:
-    """Return the tangents of output and lse in a direction of query, key and value.
-
-    With a prime for a tangent, and all sums over the visible keys:
-
-        scores'  = scale * (query' @ key^T + query @ key'^T)
-        lse'     = rowsum(weights * scores')
-        weights' = weights * (scores' - lse')
-        output'  = weights' @ value + weights @ value'
-    """
-    problem = _prepare(call)
-    weights, _ = _softmax(problem)
-    motion = _moving(problem, call, direction)
-    weights_tangent, lse_tangent = _softmax_tangent(problem, weights, motion)
-    output_tangent = _weighted_sum(weights_tangent, problem.value, problem.visible)
-    output_tangent = output_tangent + _weighted_sum(weights, motion.value, problem.visible)
-    return output_tangent.to(call.query.dtype), lse_tangent
-
-
-def backward_tangent(
-    call: Call,
-    grad_output: Tensor | None,
-    grad_lse: Tensor | None,
-    direction: Direction,
-    grad_output_tangent: Tensor | None = None,
-    grad_lse_tangent: Tensor | None = None,
-) -> tuple[Direction, Tensor, Tensor]:
-    """Return the tangents of the backward, and those of output and lse.
-
-    The backward, for one upstream gradient of the output (*B, Hq, L, Dv) and one of lse (*B, Hq,
-    L):
-
-        delta        = rowsum(grad_output * output) - grad_lse
-        grad_weights = grad_output @ value^T
-        grad_scores  = weights * (grad_weights - delta)
-        grad_query = scale * grad_scores @ key   grad_key = scale * grad_scores^T @ query
-        grad_value = weights^T @ grad_output
-
-    Its tangent is the product rule on every line. It is also the backward of the backward: the
-    gradients of `<G, backward>` with respect to query, key, value are, by the symmetry of second
-    derivatives, the tangents of the backward in the direction G, and those with respect to
-    grad_output and grad_lse are output' and lse'.
-    """
-    problem = _prepare(call)
-    query, key, value, _, visible, scale, _ = problem
-    motion = _moving(problem, call, direction)
-    weights, lse = _softmax(problem)
-    weights_tangent, lse_tangent = _softmax_tangent(problem, weights, motion)
-    output = _weighted_sum(weights, value, visible)
-    output_tangent = _weighted_sum(weights_tangent, value, visible)
-    output_tangent = output_tangent + _weighted_sum(weights, motion.value, visible)
-
-    upstream, moving = (_or_zeros(x, output) for x in (grad_output, grad_output_tangent))
-    upstream_lse, moving_lse = (_or_zeros(x, lse) for x in (grad_lse, grad_lse_tangent))
-    delta = (upstream * output).sum(-1, keepdim=True) - upstream_lse.unsqueeze(-1)
-    delta_tangent = (moving * output + upstream * output_tangent).sum(-1, keepdim=True)
-    delta_tangent = delta_tangent - moving_lse.unsqueeze(-1)
-    excess = _pair_products(upstream, value, visible) - delta  # (*B, Hq, L, S), as all below
-    excess_tangent = _pair_products(moving, value, visible) - delta_tangent
-    excess_tangent = excess_tangent + _pair_products(upstream, motion.value, visible)
-    grad_scores = _select(weights * excess, visible) * scale
-    grad_scores_tangent = weights_tangent * excess + weights * excess_tangent
-    grad_scores_tangent = _select(grad_scores_tangent, visible) * scale
-
-    grad_query = _weighted_sum(grad_scores_tangent, key, visible)
-    grad_query = grad_query + _weighted_sum(grad_scores, motion.key, visible)
-    grad_key = _weighted_sum_t(grad_scores_tangent, query, visible)
-    grad_key = grad_key + _weighted_sum_t(grad_scores, motion.query, visible)
-    grad_value = _weighted_sum_t(weights_tangent, upstream, visible)
-    grad_value = grad_value + _weighted_sum_t(weights, moving, visible)
-    grads = zip((grad_query, grad_key, grad_value), call[:3], strict=True)
-    tangents = Direction(*(_reduce_to(grad, tensor) for grad, tensor in grads))
-    return tangents, output_tangent.to(call.query.dtype), lse_tangent
+def _packed_attention(call: Call) -> Result:
+    """All sequences as one, in which a pair of different sequences is hidden."""
+    assert call.cu_seq_q is not None
+    assert call.cu_seq_k is not None
+    starts = call.cu_seq_q, call.cu_seq_k
+    lengths = [start.diff() for start in starts]
+    indices, sequences = [], []
+    for tensor, start in zip(call[:2], starts, strict=True):
+        row = torch.arange(tensor.shape[0], device=tensor.device)
+        sequence = torch.searchsorted(start[1:].contiguous(), row, right=True)  # slack: N
+        indices.append(row - start[sequence])
+        sequences.append(sequence)
+    count = lengths[0].shape[0]
+    used = lengths[1] if call.seqused_k is None else call.seqused_k
+    # one more, without rows and keys: where slack rows belong
+    used, length = (torch.nn.functional.pad(x, (0, 1)) for x in (used, lengths[0]))
+    query, batch = indices[0].unsqueeze(-1), sequences[0].unsqueeze(-1)
+    offset = (used - length)[batch] if call.lower_right else 0
+    visible = (batch == sequences[1]) & (batch < count) & (indices[1] < used[batch])
+    places = _Places(query, indices[1], query + offset, batch, visible)
+    query_rows, key_rows, value_rows = (tensor.transpose(0, 1) for tensor in call[:3])
+    heads_first = call._replace(query=query_rows, key=key_rows, value=value_rows)
+    result = _attention(heads_first, places)
+    lse = result.lse.masked_fill((batch == count).squeeze(-1), 0.0)
+    return Result(result.output.transpose(0, 1), lse.transpose(0, 1), result.weights)
 
 
-# ---- steps of the definition ----
-
-
-def _prepare(call: Call) -> _Problem:
-    """Resolve the options of a call."""
-    query, key, value, attn_mask, is_causal, scale, enable_gqa, lower_right = call
-    if scale is None:
-        scale = query.shape[-1] ** -0.5 if query.shape[-1] > 0 else 1.0
-    if enable_gqa:
-        key, value = _repeat_heads(key, query), _repeat_heads(value, query)
-    query, key, value = _widen(query), _widen(key), _widen(value)
-    seqlen_q, seqlen_kv = query.shape[-2], key.shape[-2]
-    shapes = query.shape[:-2], key.shape[:-2], value.shape[:-2]
-    leading = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
-    pairs = (*leading, seqlen_q, seqlen_kv)
-    visible = bias = None
-    if is_causal:
-        visible = visible_pairs(seqlen_q, seqlen_kv, lower_right, query.device)
-    if attn_mask is not None:
-        while attn_mask.dim() > len(pairs):
-            attn_mask = attn_mask.squeeze(0)
-        shown = attn_mask if attn_mask.dtype == torch.bool else attn_mask != -math.inf
-        visible = shown if visible is None else visible & shown
-        if attn_mask.dtype != torch.bool:
-            bias = torch.where(visible, attn_mask.to(query.dtype), 0.0)
-    if visible is not None:
-        visible = visible.expand(pairs)
-    return _Problem(query, key, value, bias, visible, scale, pairs)
-
-
-def _scores(problem: _Problem) -> Tensor:
-    """(*B, Hq, L, S); 0 on hidden pairs."""
-    scores = _pair_products(problem.query, problem.key, problem.visible) * problem.scale
-    if problem.bias is not None:
-        scores = scores + problem.bias
-    return scores.expand(problem.pairs)
-
-
-def _softmax(problem: _Problem) -> tuple[Tensor, Tensor]:
-    """The weights, (*B, Hq, L, S), and lse, (*B, Hq, L)."""
-    scores, visible = _scores(problem), problem.visible
-    if visible is None:
-        return scores.softmax(-1), scores.logsumexp(-1)
-    # An empty row keeps its zeros here, for finite derivatives, and is taken out afterwards.
-    empty = ~visible.any(-1, keepdim=True)
-    scores = scores.masked_fill(~(visible | empty), -math.inf)
-    lse = scores.logsumexp(-1).masked_fill(empty.squeeze(-1), -math.inf)
-    return _select(scores.softmax(-1), visible), lse
-
-
-def _softmax_tangent(problem: _Problem, weights: Tensor, motion: _Problem) -> tuple[Tensor, Tensor]:
-    """The tangents of the weights and of lse."""
-    scores_tangent = _pair_products(motion.query, problem.key, problem.visible)
-    scores_tangent = scores_tangent + _pair_products(problem.query, motion.key, problem.visible)
-    scores_tangent = scores_tangent * problem.scale
-    lse_tangent = (weights * scores_tangent).sum(-1)
-    weights_tangent = weights * (scores_tangent - lse_tangent.unsqueeze(-1))
-    return _select(weights_tangent, problem.visible), lse_tangent
-
-
-def _moving(problem: _Problem, call: Call, direction: Direction) -> _Problem:
-    """The problem with a direction in the place of query, key and value, in their shapes."""
-    tensors = zip(direction, call[:3], strict=True)
-    query, key, value = (_or_zeros(tangent, tensor) for tangent, tensor in tensors)
+def _attention(call: Call, places: _Places) -> Result:
+    """Steps of the definition, for inputs with a head dimension."""
+    query, key, value = (_widen(tensor) for tensor in call[:3])
     if call.enable_gqa:
         key, value = _repeat_heads(key, query), _repeat_heads(value, query)
-    return problem._replace(query=_widen(query), key=_widen(key), value=_widen(value))
+    pairs = (*leading_shape(call), query.shape[-2], key.shape[-2])
+    visible = _visible(call, places)
+    visible = None if visible is None else visible.expand(pairs)
+    scores = _scores(call, query, key, places, visible).expand(pairs)
+    weights, lse = _softmax(scores, visible, call.sinks)
+    kept = weights
+    if call.dropout_p > 0.0:
+        factor = 1.0 / (1.0 - call.dropout_p) if call.dropout_p < 1.0 else 0.0
+        kept = torch.where(_keeps(call, places), weights * factor, 0.0)
+    output = _weighted_sum(kept, value, visible)
+    if visible is not None:  # whatever the upstream gradient of an empty row holds
+        empty = ~visible.any(-1, keepdim=True)
+        output = output.masked_fill(empty, 0.0)
+    dtype = call.query.dtype
+    return Result(output.to(dtype), lse, weights.to(dtype))
+
+
+def _visible(call: Call, places: _Places) -> Tensor | None:
+    """Which pairs may attend, broadcastable to (*B, Hq, L, S); None: all."""
+    distance = places.key - places.position
+    shown = [] if places.visible is None else [places.visible]
+    if call.is_causal:
+        shown.append(distance <= 0)
+    if call.window_left != UNLIMITED:
+        shown.append(-distance <= call.window_left)
+    if call.window_right != UNLIMITED:
+        shown.append(distance <= call.window_right)
+    mask = _mask(call)
+    if mask is not None:
+        shown.append(mask if mask.dtype == torch.bool else mask != -math.inf)
+    visible = None
+    for pairs in shown:
+        visible = pairs if visible is None else visible & pairs
+    return visible
+
+
+def _scores(
+    call: Call, query: Tensor, key: Tensor, places: _Places, visible: Tensor | None
+) -> Tensor:
+    """What the softmax is taken of; finite on hidden pairs."""
+    scale = call.scale
+    if scale is None:
+        scale = query.shape[-1] ** -0.5 if query.shape[-1] > 0 else 1.0
+    scores = _pair_products(query, key, visible) * scale
+    if call.softcap > 0.0:
+        scores = call.softcap * (scores / call.softcap).tanh()
+    mask = _mask(call)
+    if mask is not None and mask.dtype != torch.bool and visible is not None:
+        scores = scores + torch.where(visible, mask.to(scores.dtype), 0.0)
+    if call.alibi_slopes is not None:
+        distance = (places.position - places.key).abs().to(scores.dtype)
+        scores = scores - _per_head(call.alibi_slopes, scores) * distance
+    return scores
+
+
+def _softmax(scores: Tensor, visible: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The weights, (*B, Hq, L, S), and lse, (*B, Hq, L)."""
+    sink = None if sinks is None else _per_head(sinks, scores).expand(*scores.shape[:-1], 1)
+    empty = None
+    if visible is not None or scores.shape[-1] == 0:
+        shown = torch.ones_like(scores, dtype=torch.bool) if visible is None else visible
+        empty = ~shown.any(-1, keepdim=True)
+        if sink is not None:
+            empty = empty & (sink == -math.inf)
+        # An empty row gets zeros here, for finite derivatives, and is taken out afterwards.
+        scores = scores.masked_fill(~(shown | empty), -math.inf)
+        sink = None if sink is None else sink.masked_fill(empty, 0.0)
+    logits = scores if sink is None else torch.cat([scores, sink], dim=-1)
+    weights, lse = logits.softmax(-1)[..., : scores.shape[-1]], logits.logsumexp(-1)
+    if empty is not None:
+        lse = lse.masked_fill(empty.squeeze(-1), -math.inf)
+        weights = _select(weights, visible)
+    return weights, lse
+
+
+# ---- dropout ----
+
+
+def _keeps(call: Call, places: _Places) -> Tensor:
+    """Whether dropout keeps a weight, broadcastable to (*B, Hq, L, S).
+
+    Counter-based: each place (batch element, head, query, key) has 32 random bits, those of word
+    j % 4 of `philox(seed, (j // 4, i, low and high half of b * Hq + h))`.
+    """
+    assert call.seed is not None
+    heads = leading_shape(call)[-1]
+    head = torch.arange(heads, device=call.query.device).reshape(-1, 1, 1)
+    place = places.batch * heads + head
+    counter = [places.key // 4, places.query, place & _WORD, place >> 32]
+    seed = call.seed.reshape(*call.seed.shape, 1, 1, 1)
+    words = philox(seed, counter)
+    which = places.key % 4
+    bits = words[3]
+    for i in range(3):
+        bits = torch.where(which == i, words[i], bits)
+    return bits >= int(call.dropout_p * 2.0**32)
+
+
+_WORD = 0xFFFFFFFF
+
+
+def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
+    """Philox4x32-10: four words of 32 random bits for a seed and a place.
+
+    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". All tensors are int64; words
+    lie in [0, 2^32), and products of two of them wrap around, which keeps their bits.
+
+    Args:
+        seed: Any int64.
+        counter: Four words, of shapes that broadcast with the seed's.
+
+    Returns:
+        Four words.
+
+    Example:
+        >>> [hex(int(word)) for word in philox(torch.tensor(0), [torch.tensor(0)] * 4)]
+        ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+    """
+    keys = [seed & _WORD, (seed >> 32) & _WORD]
+    words = counter
+    for _ in range(10):
+        first, second = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57
+        words = [
+            ((second >> 32) & _WORD) ^ words[1] ^ keys[0],
+            second & _WORD,
+            ((first >> 32) & _WORD) ^ words[3] ^ keys[1],
+            first & _WORD,
+        ]
+        keys = [(keys[0] + 0x9E3779B9) & _WORD, (keys[1] + 0xBB67AE85) & _WORD]
+    return words
 
 
 # ---- products in which hidden means unread ----
@@ -301,12 +307,6 @@ def _weighted_sum(weights: Tensor, rows: Tensor, visible: Tensor | None) -> Tens
     return (weights @ torch.where(finite, rows, 0.0)).masked_fill(poisoned, math.nan)
 
 
-def _weighted_sum_t(weights: Tensor, rows: Tensor, visible: Tensor | None) -> Tensor:
-    """(L, S), (L, D) -> (S, D): the same for the transposed weights."""
-    visible_t = None if visible is None else visible.transpose(-1, -2)
-    return _weighted_sum(weights.transpose(-1, -2), rows, visible_t)
-
-
 def _select(pairs: Tensor, visible: Tensor | None) -> Tensor:
     """0 on hidden pairs, whatever stood there."""
     return pairs if visible is None else pairs.masked_fill(~visible, 0.0)
@@ -315,13 +315,30 @@ def _select(pairs: Tensor, visible: Tensor | None) -> Tensor:
 # ---- shapes and dtypes ----
 
 
+def leading_shape(call: Call) -> tuple[int, ...]:
+    """Return (*B, Hq); empty for a 2-D call; packed sequences have no batch dimension."""
+    shapes = [tuple(tensor.shape[:-2]) for tensor in call[:3]]
+    if call.enable_gqa:  # the heads are the query's: key and value take part as if they had one
+        shapes[1:] = [(*shape[:-1], 1) if shape else shape for shape in shapes[1:]]
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+
+
+def _mask(call: Call) -> Tensor | None:
+    """The mask without leading dimensions that the output does not have."""
+    mask = call.attn_mask
+    while mask is not None and mask.dim() > len(leading_shape(call)) + 2:
+        mask = mask.squeeze(0)
+    return mask
+
+
+def _per_head(tensor: Tensor, like: Tensor) -> Tensor:
+    """(*B, Hq) -> (*B, Hq, 1, 1)."""
+    return tensor.to(like.dtype).reshape(*tensor.shape, 1, 1)
+
+
 def _widen(tensor: Tensor) -> Tensor:
     """In the dtype of the sums: float32, or float64 for float64."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _or_zeros(tensor: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if tensor is None else tensor.to(like.dtype)
 
 
 def _repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
@@ -329,15 +346,3 @@ def _repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
     if tensor.dim() < 3 or query.dim() < 3 or tensor.shape[-3] == query.shape[-3]:
         return tensor
     return tensor.repeat_interleave(query.shape[-3] // tensor.shape[-3], dim=-3)
-
-
-def _reduce_to(grad: Tensor, like: Tensor) -> Tensor:
-    """Sum a gradient over groups of heads and broadcast dimensions, to the shape of `like`."""
-    if like.dim() > 2 and grad.shape[-3] != like.shape[-3] != 1:
-        # not unflatten: the old vmap, which gradcheck's batched checks use, has no rule for it
-        grouped = grad.reshape(*grad.shape[:-3], like.shape[-3], -1, *grad.shape[-2:])
-        grad = grouped.sum(-3)
-    if grad.dim() > like.dim():
-        grad = grad.sum(tuple(range(grad.dim() - like.dim())))
-    broadcast = [dim for dim in range(like.dim()) if like.shape[dim] == 1 != grad.shape[dim]]
-    return (grad.sum(broadcast, keepdim=True) if broadcast else grad).to(like.dtype)
