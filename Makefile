@@ -9,6 +9,7 @@ VENV   ?= .venv
 TORCH  ?= $(shell grep '^torch' requirements-torch.txt)
 RUN    ?= runs/demo
 TRAIN  ?=
+FUZZ   ?= 3000
 
 py     := $(VENV)/bin/python
 pip    := $(py) -m pip install --disable-pip-version-check
@@ -21,7 +22,7 @@ stop   := sh -c 'printf "make: %s\n" "$$1" >&2; exit 1' stop
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all build lint types ctest parity clean FORCE
+.PHONY: help demo test test-all build lint types ctest parity fuzz clean FORCE
 
 help:  ## list the targets and variables
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1 \t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -106,6 +107,10 @@ test-all: test  ## the same, the slow tests, and all tests on every instruction 
 	$(call on_lower_sets,tests,)
 	$(say) "slow tests"
 	@$(pytest) -m slow
+
+fuzz: build  ## thousands of random calls, gradients and second derivatives against the definition (FUZZ=3000 each)
+	$(say) "random calls"
+	@FUZZ_EXAMPLES=$(FUZZ) $(pytest) tests/test_fuzz.py
 
 # ---- demo ------------------------------------------------------------------------------------------
 
