@@ -30,34 +30,31 @@ def is_lower_right(causal_variant: object) -> bool:
     )
 
 
-def with_options(
-    call: Call, window_size: Any, softcap: float | None, dropout_p: Any, *tensors: Tensor | None
-) -> Call:
-    """Add the options that a plain call does not have.
-
-    Args:
-        call: What every call has.
-        window_size: (left, right).
-        softcap: None or 0: off.
-        dropout_p: Draws a seed unless it is 0.
-        tensors: alibi_slopes, sinks, seqused_k.
-    """
+def options_of(
+    query: Tensor,
+    window_size: Any,
+    softcap: float | None,
+    dropout_p: Any,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    seqused_k: Tensor | None,
+) -> tuple[Any, ...]:
+    """Return what a call has after `lower_right`, up to the seed; draw it if there is dropout."""
+    if type(softcap) not in SCALE_TYPES or type(dropout_p) not in SCALE_TYPES:
+        # the dispatcher would make something of a tensor, and no gradient
+        numbers = {"softcap": softcap, "dropout_p": dropout_p}
+        if error := wrong_type("scaled_dot_product_attention", numbers):
+            raise error
     left, right = _window(window_size)
-    dropout_p = _probability(dropout_p)
-    alibi_slopes, sinks, seqused_k = tensors
-    return call._replace(
-        window_left=left,
-        window_right=right,
-        softcap=0.0 if softcap is None else softcap,
-        dropout_p=dropout_p,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        seqused_k=seqused_k,
-        seed=_draw_seed(call.query, dropout_p),
-    )
+    softcap = 0.0 if softcap is None else float(softcap)
+    dropout_p = float(dropout_p)  # True and False too, as of `training and p`
+    seed = _draw_seed(query, dropout_p) if dropout_p != 0.0 else None
+    return left, right, softcap, dropout_p, alibi_slopes, sinks, seqused_k, seed
 
 
 def _window(window_size: Any) -> tuple[int, int]:
+    if window_size == UNLIMITED:
+        return UNLIMITED
     sides = tuple(window_size) if isinstance(window_size, tuple | list) else (None,)
     right_type = all(
         isinstance(side, int | torch.SymInt) and not isinstance(side, bool) for side in sides
@@ -69,13 +66,6 @@ def _window(window_size: Any) -> tuple[int, int]:
         "scaled_dot_product_attention: expected window_size to be two integers (left, right), "
         f"got {window_size!r}"
     )
-
-
-def _probability(dropout_p: Any) -> float:
-    """Read `dropout_p`: what torch takes for a number, such as the False of `training and p`."""
-    if error := wrong_type("scaled_dot_product_attention", {"dropout_p": dropout_p}):
-        raise error
-    return float(dropout_p)
 
 
 def _draw_seed(query: Tensor, dropout_p: float) -> Tensor | None:

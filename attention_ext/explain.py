@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from . import library, paths, reference
-from .arguments import UNLIMITED, is_lower_right, resolve_bias, with_options
-from .errors import TRANSLATED, translate
+from .arguments import UNLIMITED, is_lower_right, options_of, resolve_bias
+from .errors import TRANSLATED, translate, wrong_type
 from .reference import Call
 
 # csrc/cpu: vec_*.h (bytes of a vector, vectors of a lane tile), few_rows.inc.h (keys of a chunk),
@@ -53,15 +53,17 @@ def explain(  # noqa: D417 (its arguments are those of another)
         The few-rows kernel of the ... instruction set: ...
     """
     given = dict(locals())
+    for name in ("causal_variant", "return_lse", "return_weights"):
+        given.pop(name)
     try:
-        call = Call(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-        call = call._replace(lower_right=is_lower_right(causal_variant))
-        call = with_options(call, window_size, softcap, 0.0, alibi_slopes, sinks, seqused_k)
-        call = resolve_bias(call)._replace(dropout_p=dropout_p)
+        if error := wrong_type("scaled_dot_product_attention", given):
+            raise error
+        lower_right = is_lower_right(causal_variant)
+        call = Call(query, key, value, attn_mask, is_causal, scale, enable_gqa, lower_right)
+        options = options_of(query, window_size, softcap, 0.0, alibi_slopes, sinks, seqused_k)
+        call = resolve_bias(Call(*call[:8], *options))._replace(dropout_p=dropout_p)
         library.check(call)
     except TRANSLATED as raised:
-        for name in ("causal_variant", "return_lse", "return_weights"):
-            given.pop(name)
         raise translate(raised, "scaled_dot_product_attention", given) from None
     if query.device.type == "meta":
         return "No kernel: tensors on the meta device have shapes only."

@@ -11,8 +11,8 @@ from .arguments import (
     SCALE_TYPES,
     UNLIMITED,
     is_lower_right,
+    options_of,
     resolve_bias,
-    with_options,
 )
 from .errors import TRANSLATED, translate, wrong_type
 from .reference import Call
@@ -280,12 +280,12 @@ def scaled_dot_product_attention(
             else:
                 call = query, key, value, attn_mask, is_causal, scale, enable_gqa, lower_right
         else:
-            call = Call(query, key, value, attn_mask, is_causal, scale, enable_gqa, lower_right)
-            call = with_options(
-                call, window_size, softcap, dropout_p, alibi_slopes, sinks, seqused_k
+            call = query, key, value, attn_mask, is_causal, scale, enable_gqa, lower_right
+            call += options_of(
+                query, window_size, softcap, dropout_p, alibi_slopes, sinks, seqused_k
             )
             if type(attn_mask) not in PLAIN_TYPES:
-                call = resolve_bias(call)
+                call = resolve_bias(Call(*call))
         output, lse, weights = paths.attention(call, return_weights)
     except TRANSLATED as raised:
         if torch.compiler.is_compiling():

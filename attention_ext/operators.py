@@ -1,7 +1,7 @@
 """The operators on calls: tuples of the leading fields of `reference.Call`.
 
-A call has three, five, eight or all fields, as few as say what is wanted, because each argument of
-an operator costs time.
+A call has three, five, eight, sixteen or all fields, as few as say what is wanted, because each
+argument of an operator costs time.
 """
 
 from collections.abc import Sequence

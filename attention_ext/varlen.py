@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from . import paths
-from .arguments import UNLIMITED, with_options
+from .arguments import UNLIMITED, options_of
 from .errors import TRANSLATED, ArgumentError, ArgumentTypeError, translate, wrong_type
-from .reference import Call
 
 
 class AuxRequest(Protocol):
@@ -59,8 +58,9 @@ def varlen_attn(
         value: (Tk, Hkv, Dv); with `block_table` (pages, page size, Hkv, Dv).
         cu_seq_q: (N + 1,), int32 or int64: where sequences begin, from 0 on, never decreasing.
         cu_seq_k: (N + 1,), the same for key and value; None with `block_table`.
-        max_q: At least the longest sequence of queries.
-        max_k: At least the longest sequence of keys.
+        max_q: At least the longest sequence of queries. Under torch.compile pass a bound that
+            stays the same: each value compiles anew.
+        max_k: The same for keys.
         return_aux: With `lse` true (`torch.nn.attention.varlen.AuxRequest(lse=True)`) return lse.
         scale: Factor on the dot products; None: 1 / sqrt(D).
         window_size: (left, right) around the position of the query, which counts from the end: the
@@ -125,10 +125,10 @@ def varlen_attn(
                 "varlen_attn: expected cu_seq_k to be a tensor of offsets, or a block_table and "
                 "seqused_k in its place, got None"
             )
-        call = Call(query, key, value, None, False, scale, enable_gqa, lower_right=True)
-        call = with_options(call, window_size, softcap, dropout_p, alibi_slopes, sinks, seqused_k)
-        call = call._replace(cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, max_q=max_q, max_k=max_k)
-        output, lse, _ = paths.attention(call)
+        call = query, key, value, None, False, scale, enable_gqa, True
+        options = options_of(query, window_size, softcap, dropout_p, alibi_slopes, sinks, seqused_k)
+        sequences = 0, cu_seq_q, cu_seq_k, max_q, max_k
+        output, lse, _ = paths.attention((*call, *options, *sequences))
     except TRANSLATED as raised:
         if torch.compiler.is_compiling():
             raise  # Dynamo wraps it in a type of its own

@@ -4,13 +4,14 @@ import math
 from typing import Any
 
 import torch
+from assertions import floating
 from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_ext.reference import Call
 
 # around vectors (2 to 16 numbers), lane tiles (4 to 64 rows), kv tiles (48 and 96 keys)
-_LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 47, 48, 49, 65, 97, 130)
+_LENGTHS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 47, 48, 49, 65, 97, 130)
 _WIDTHS = (0, 1, 2, 3, 4, 5, 8, 16, 17, 20, 33)
 _WINDOWS = (-1, 0, 1, 3, 20, 1000)
 
@@ -59,15 +60,29 @@ def calls(draw: Any, most: int = 130) -> Call:
     options["scale"] = draw(st.sampled_from([None, None, 0.0, -0.4, 1.0]))
     options["lower_right"] = draw(st.booleans())
     options["is_causal"] = draw(st.booleans())
-    return Call(*inputs, **options)
+    call = Call(*inputs, **options)
+    return call._replace(**{name: _laid_out(draw, x) for name, x in floating(call).items()})
+
+
+def _laid_out(draw: Any, tensor: Tensor) -> Tensor:
+    """The same values in another memory order, or between gaps that hold NaN."""
+    layout = draw(st.sampled_from(["contiguous", "contiguous", "last dimension outside", "gaps"]))
+    if layout == "contiguous" or tensor.dim() == 0:
+        return tensor
+    if layout == "last dimension outside":
+        return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
+    buffer = tensor.new_full([2 * size + 1 for size in tensor.shape], math.nan)
+    view = buffer[(slice(1, None, 2),) * tensor.dim()]
+    return view.copy_(tensor)
 
 
 def _padded_inputs(draw: Any, randn: Any, lengths: Any) -> Any:
     """Inputs, options, batch dimensions, heads of the output."""
     rank = draw(st.sampled_from([2, 3, 4, 4, 4, 5]))
-    batch = tuple(draw(st.integers(1, 3)) for _ in range(rank - 3))
+    sizes = st.sampled_from([1, 2, 3, 1, 2, 3, 1, 2, 3, 0])
+    batch = tuple(draw(sizes) for _ in range(rank - 3))
     seqlen_q, seqlen_kv = draw(lengths), draw(lengths)
-    width, value_dim = draw(st.sampled_from(_WIDTHS)), draw(st.sampled_from(_WIDTHS[1:]))
+    width, value_dim = draw(st.sampled_from(_WIDTHS)), draw(st.sampled_from(_WIDTHS))
     ends = (seqlen_q, width), (seqlen_kv, width), (seqlen_kv, value_dim)
     if rank == 2:
         return [randn(*end) for end in ends], {}, (), 1
@@ -92,7 +107,7 @@ def _padded_inputs(draw: Any, randn: Any, lengths: Any) -> Any:
 
 def _packed_inputs(draw: Any, randn: Any, lengths: Any) -> Any:
     count = draw(st.integers(0, 4))
-    sizes = st.lists(st.just(0) | lengths, min_size=count, max_size=count)
+    sizes = st.lists(lengths, min_size=count, max_size=count)
     options: dict[str, Any] = {"enable_gqa": True}
     totals = []
     for name in ("q", "k"):
@@ -101,7 +116,7 @@ def _packed_inputs(draw: Any, randn: Any, lengths: Any) -> Any:
         options[f"cu_seq_{name}"] = offsets.to(draw(st.sampled_from([torch.int32, torch.int64])))
         totals.append(int(offsets[-1]) + draw(st.sampled_from([0, 0, 2])))  # slack
     heads, groups = draw(st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 1)]))
-    width, value_dim = draw(st.sampled_from(_WIDTHS[1:])), draw(st.sampled_from(_WIDTHS[1:]))
+    width, value_dim = draw(st.sampled_from(_WIDTHS)), draw(st.sampled_from(_WIDTHS))
     ends = (totals[0], heads, width), (totals[1], groups, width), (totals[1], groups, value_dim)
     return [randn(*end) for end in ends], options, (count,), heads
 

@@ -87,6 +87,7 @@ def test_it_computes_reads_and_draws_nothing(monkeypatch):
         (ArgumentError, {"causal_variant": "x"}, "causal_variant to be"),
         (ArgumentTypeError, {"query": None}, "query to be a torch.Tensor, got NoneType"),
         (ArgumentTypeError, {"softcap": "x"}, "softcap to be a float, got str"),
+        (ArgumentTypeError, {"scale": "x"}, "scale to be a float, got str"),
     ],
 )
 def test_a_wrong_call_raises_what_the_call_would_raise(kind, changes, text):

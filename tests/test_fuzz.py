@@ -58,7 +58,7 @@ def test_results_and_gradients_are_those_of_the_definition(call):
         assert_close(weights, expected.weights, 1e-11)
     grads = []
     for function in both(call):
-        leaves = [x.clone().requires_grad_() for x in leaves_of(call)]
+        leaves = [x.detach().requires_grad_() for x in leaves_of(call)]
         results = function(*leaves)
         grads.append(torch.autograd.grad(results, leaves, like(results, 1), allow_unused=True))
     assert_close(
@@ -78,7 +78,7 @@ def test_tangents_and_second_derivatives_are_those_of_the_definition(call):
         with forward_ad.dual_level():
             duals = [forward_ad.make_dual(x, t) for x, t in zip(tensors, tangents, strict=True)]
             moved.append([finite(forward_ad.unpack_dual(x).tangent) for x in function(*duals)])
-        leaves = [x.clone().requires_grad_() for x in tensors]
+        leaves = [x.detach().requires_grad_() for x in tensors]
         results = function(*leaves)
         upstream = [u.requires_grad_() for u in like(results, 1)]
         grads = torch.autograd.grad(results, leaves, upstream, create_graph=True)

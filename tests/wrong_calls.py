@@ -143,6 +143,9 @@ WRONG_TYPES = {
     "window of floats": ({"window_size": (3.0, 1)}, r"window_size to be two .*, got \(3\.0, 1\)"),
     "window None": ({"window_size": None}, "window_size to be two integers .*, got None"),
     "softcap a string": ({"softcap": "1"}, "softcap to be a float, got str"),
+    "softcap that requires grad": (
+        {"softcap": torch.ones((), requires_grad=True)}, "softcap to be a float, got Tensor"
+    ),
     "slopes a list": ({"alibi_slopes": [1.0] * 3}, "alibi_slopes to be a torch.Tensor or None"),
     "sinks a number": ({"sinks": 1.0}, "sinks to be a torch.Tensor or None, got float"),
     "lengths a list": ({"seqused_k": [1, 2]}, "seqused_k to be a torch.Tensor or None, got list"),
