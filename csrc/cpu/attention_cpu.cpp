@@ -4,25 +4,27 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <memory>
+
 #include "../with_options.h"
 #include "gradients.h"
 
 namespace attention_ext {
 namespace {
 
-// Few rows against many keys: tasks are chunks of keys, then one merge for each unit.
+// Few rows against many keys: tasks are chunks of keys; whoever computes a unit's last one merges them.
 void run_few_rows(const AttentionParams& p, const KernelTable& kernel) {
   const int64_t units = p.num_units(), chunks = kernel.few_rows_chunks(p);
   const int64_t workers = num_workers(units * chunks, multiply_adds(p));
   const int64_t bytes = round_up(kernel.few_rows_scratch(p), 4096), partial = kernel.partial_bytes(p);
   const Scratch scratch(bytes * workers + partial * units * chunks);
-  const auto partials = [&](int64_t unit) { return scratch.at(bytes * workers + partial * chunks * unit); };
+  const auto done = std::make_unique<std::atomic<int64_t>[]>(units);
   run_tasks(units * chunks, workers, [&](int64_t task, int64_t worker) {
     const int64_t unit = task / chunks, chunk = task % chunks;
-    kernel.few_rows_chunk(p, unit, chunk, partials(unit) + chunk * partial, scratch.at(worker * bytes));
-  });
-  run_tasks(units, std::min(workers, units), [&](int64_t unit, int64_t worker) {
-    kernel.few_rows_merge(p, unit, partials(unit), scratch.at(worker * bytes));
+    char* const partials = scratch.at(bytes * workers + partial * chunks * unit);
+    kernel.few_rows_chunk(p, unit, chunk, partials + chunk * partial, scratch.at(worker * bytes));
+    if (done[unit].fetch_add(1, std::memory_order_acq_rel) + 1 < chunks) return;
+    kernel.few_rows_merge(p, unit, partials, scratch.at(worker * bytes));
   });
 }
 

@@ -1,28 +1,47 @@
 // Forward of a unit with few rows against many keys: decoding. At most one vector of rows, so that queries
 // along the lanes would waste most of the work: here keys are along the lanes, and K and V are read along the
-// head, each row once for all rows of the unit.
+// head, where they lie and as they are stored, each row once for all rows of the unit.
 //
 //   1. scores      S[row][key] = q K^T, vectors along the head, then the sums of one vector of keys at a time
 //   2. modify, 3. hide, 4. softmax   as forward.inc.h, for one row and a vector of keys
 //   5. accumulate  acc[row][column] += P V, vectors along the head
 //
 // Keys are cut into chunks at fixed bounds, whoever computes them; partial results (m, l, acc) merge in order.
+//
+// Memory's rate decides where a cache is larger than the processor's: there, while a tile is worked on, the next
+// one is fetched, whole rows in ascending order, K and V by turns.
+
+// Asks for a row's cache lines. As volatile assembly: the compiler keeps the order, which the hardware's own
+// prefetching follows.
+ATTENTION_EXT_INLINE void prefetch_row(const char* row, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) {
+#if defined(__x86_64__)
+    asm volatile("prefetcht0 %0" : : "m"(row[i]));
+#else
+    __builtin_prefetch(row + i);
+#endif
+  }
+}
 
 template <class T>
 class FewRows {
  public:
   static constexpr int64_t kTile = 32;       // keys: whole vectors in every instruction set
-  static constexpr int64_t kChunk = 1024;    // keys
+  static constexpr int64_t kChunk = 512;     // keys
   static constexpr int kMost = kWidth<T>;    // rows
+  static constexpr int kKeys = Tuning::kLaneVectors;  // side by side in step 1
 
   FewRows(const AttentionParams& params, void* memory) : p_(params), score_(params), arena_(memory) {
     tile_ = arena_.take<LaneTile<T>>(1);
     query_ = arena_.take<T>(kMost * head_padded());
-    sums_ = arena_.take<T>(kMost * kWidth<T> * kWidth<T>);
     dots_ = arena_.take<T>(kMost * kTile);
     probs_ = arena_.take<T>(kMost * kTile);
-    key_buffer_ = arena_.take<T>(kTile * head_padded());
-    value_buffer_ = arena_.take<T>(kTile * value_padded());
+    sums_ = arena_.take<T>(kMost * kWidth<T>);
+    key_bytes_ = p_.head_dim * size_of(p_.key.dtype);
+    value_bytes_ = p_.value_dim * size_of(p_.value.dtype);
+    prefetches_ = p_.num_units() * p_.seqlen_kv * (key_bytes_ + value_bytes_) >= Tuning::kPrefetchBytes;
+    key_buffer_ = arena_.take<char>(kTile * head_padded() * sizeof(T));
+    value_buffer_ = arena_.take<char>(kTile * value_padded() * sizeof(T));
   }
   int64_t scratch_bytes() const { return arena_.used(); }
 
@@ -34,7 +53,13 @@ class FewRows {
     start(unit);
     const char* row[kLanes<T>];
     row_addresses(p_.query, p_, unit_, *tile_, row);
-    copy_rows<T, false>({row, rows_, p_.query.column_stride, p_.head_dim, p_.query.dtype}, query_, head_padded());
+    T* const rows = reinterpret_cast<T*>(key_buffer_);
+    copy_rows<T, false>({row, rows_, p_.query.column_stride, p_.head_dim, p_.query.dtype}, rows, head_padded());
+    for (int64_t r = 0; r < rows_; ++r) {
+      for (int64_t d = 0; d < head_padded(); d += kWidth<T>) {
+        store(query_ + d * kMost + r * kWidth<T>, load(rows + r * head_padded() + d));
+      }
+    }
     pass(chunk, partial, /*careful=*/false);
     // 0 * NaN of a hidden value, or overflow: once more, with what is not finite apart.
     Vec<T> difference = {};
@@ -93,117 +118,188 @@ class FewRows {
   // One chunk of keys. Careful: NaN and infinity among the values only reach the rows that see them.
   void pass(int64_t chunk, T* partial, bool careful) {
     reference_ = partial;
-    sum_ = partial + kMost;
     acc_ = partial + 2 * kMost;
     memset(partial, 0, partial_size(p_) * sizeof(T));
+    memset(sums_, 0, kMost * kWidth<T> * sizeof(T));
     const KeyRange keys = tile_->keys();
     const int64_t begin = clamp_to(keys.begin / kTile * kTile, chunk * kChunk, INT64_MAX);
     const int64_t stop = keys.end < (chunk + 1) * kChunk ? keys.end : (chunk + 1) * kChunk;
+    find_rows(begin, stop);
     for (first_key_ = begin; first_key_ < stop; first_key_ += kTile) {
-      count_ = stop - first_key_ < kTile ? stop - first_key_ : kTile;
-      attend(careful);
+      const TileRows rows = next_;
+      find_rows(first_key_ + kTile, stop);
+      attend(rows, careful);
+    }
+    Vec<T> sum[kWidth<T>];
+    for (int64_t r = 0; r < kMost; ++r) sum[r] = load(sums_ + r * kWidth<T>);
+    store(partial + kMost, horizontal_sums<T>(sum));
+  }
+
+  // Where the rows of a tile lie.
+  struct TileRows {
+    int64_t count;
+    const char* key[kTile];
+    const char* value[kTile];
+  };
+
+  // The next tile: up to kTile keys from `first` on, none from `stop` on.
+  void find_rows(int64_t first, int64_t stop) {
+    next_.count = clamp_to(stop - first, 0, kTile);
+    if (next_.count == 0) return;
+    rows_of(p_.key, p_.key_group, first, next_.key);
+    rows_of(p_.value, p_.value_group, first, next_.value);
+  }
+  void rows_of(const TensorView& view, int64_t group, int64_t first, const char** row) const {
+    const char* place = address(view, p_, unit_, unit_.first_head / group, unit_.key_start + first);
+    const int64_t step = view.row_stride * size_of(view.dtype);
+    for (int64_t i = 0; i < next_.count; ++i) row[i] = place + i * step;
+  }
+
+  // Asks for rows i to i + count of the next tile.
+  ATTENTION_EXT_INLINE void prefetch(int64_t i, int count) const {
+    if (!prefetches_) return;
+    for (const int64_t stop = i + count < next_.count ? i + count : next_.count; i < stop; ++i) {
+      prefetch_row(next_.key[i], key_bytes_);
+      prefetch_row(next_.value[i], value_bytes_);
     }
   }
 
   // Steps 1 to 5 for one kv tile.
-  void attend(bool careful) {
-    const char* value_row[kTile] = {};
-    const StagedRows<T> key = rows_of(p_.key, p_.key_group, p_.head_dim, key_buffer_, value_row);
-    const StagedRows<T> value = rows_of(p_.value, p_.value_group, p_.value_dim, value_buffer_, value_row);
-    for (int64_t k = 0; k < count_; k += kWidth<T>) scores(key, k);
+  void attend(const TileRows& tile, bool careful) {
+    count_ = tile.count;
+    with_rows(p_.key, p_.head_dim, tile.key, false, key_buffer_, [&](auto* const* rows) { scores(rows); });
     for (int64_t r = 0; r < rows_; ++r) softmax(r);
-    if (careful) {
-      const Rows rows{value_row, count_, p_.value.column_stride, p_.value_dim, p_.value.dtype};
-      copy_rows<T, true>(rows, value_buffer_, value_padded());
-      accumulate({value_buffer_, value_padded(), true, T(0)});
-      add_non_finite_values(value_row);
-    } else {
-      accumulate(value);
-    }
+    with_rows(p_.value, p_.value_dim, tile.value, careful, value_buffer_, [&](auto* const* rows) { accumulate(rows); });
+    if (careful) add_non_finite_values(tile.value);
   }
 
-  StagedRows<T> rows_of(const TensorView& view, int64_t group, int64_t columns, T* buffer, const char** row) const {
-    const char* first = address(view, p_, unit_, unit_.first_head / group, unit_.key_start + first_key_);
-    const int64_t step = view.row_stride * size_of(view.dtype);
-    for (int64_t i = 0; i < count_; ++i) row[i] = first + i * step;
-    return place_rows<T>(view, {row, count_, view.column_stride, columns, view.dtype}, INT64_MAX, buffer);
-  }
-
-  // Step 1 for the keys [k, k + W) of the tile; what lies beyond the tile's end stays 0.
-  void scores(const StagedRows<T>& key, int64_t k) {
-    constexpr int w = kWidth<T>;
-    const int64_t keys = count_ - k < w ? count_ - k : w;
-    if (keys < w) memset(sums_, 0, rows_ * w * w * sizeof(T));
-    for_row_blocks(0, rows_, [&](int64_t r, auto rows) {
-      constexpr int kRows = decltype(rows)::value;
-      int64_t i = 0;
-      for (; i + 2 <= keys; i += 2) products<kRows, 2>(key.data + (k + i) * key.stride, key.stride, r, i);
-      if (i < keys) products<kRows, 1>(key.data + (k + i) * key.stride, key.stride, r, i);
+  // f(rows) for rows that can be read as whole vectors: in place where neighbouring elements fill some, else
+  // copied, on request with 0 for NaN and infinity. What is read is the same to the bit.
+  template <class F>
+  void with_rows(const TensorView& view, int64_t columns, const char* const* row, bool finite, char* buffer, F&& f) {
+    const int64_t padded = round_up_to_vector<T>(columns);
+    dispatch_storage<T>(view.dtype, [&](auto* tag) {
+      using S = typename std::remove_pointer<decltype(tag)>::type;
+      if constexpr (kIsOutput<S>) {
+        const S* place[kTile];
+        if (view.column_stride == 1 && padded == columns && !finite) {
+          for (int64_t i = 0; i < count_; ++i) place[i] = reinterpret_cast<const S*>(row[i]);
+        } else {
+          memset(buffer, 0, count_ * padded * sizeof(S));
+          for (int64_t i = 0; i < count_; ++i) {
+            S* const copy = reinterpret_cast<S*>(buffer) + i * padded;
+            place[i] = copy;
+            for (int64_t c = 0; c < columns; ++c) {
+              const S* const x = reinterpret_cast<const S*>(row[i]) + c * view.column_stride;
+              if (!finite || is_finite<T>(x)) copy[c] = *x;
+            }
+          }
+        }
+        f(static_cast<const S* const*>(place));
+      }
     });
-    for (int64_t r = 0; r < rows_; ++r) {
-      Vec<T> sums[w];
-      for (int i = 0; i < w; ++i) sums[i] = load(sums_ + (r * w + i) * w);
-      store(dots_ + r * kTile + k, horizontal_sums<T>(sums));
+  }
+
+  // Step 1, for as many rows and keys at a time as have one vector of products. What lies beyond the tile's end
+  // repeats its last key.
+  template <class S>
+  void scores(const S* const* key) {
+    int64_t r = 0;
+    if constexpr (kWidth<T> >= 4) {
+      for (; rows_ - r >= 3; r += 4) scores_of<4>(key, r);  // three rows are padded
+    }
+    if (rows_ - r >= 2) {
+      scores_of<2>(key, r);
+      r += 2;
+    }
+    if (rows_ - r >= 1) scores_of<1>(key, r);
+  }
+  template <int kRows, class S>
+  void scores_of(const S* const* key, int64_t r) {
+    constexpr int keys = kWidth<T> / kRows;
+    for (int64_t k = 0; k < count_; k += keys) {
+      if (r == 0) prefetch(k / 2, (keys + 1) / 2);
+      alignas(64) T dots[kWidth<T>];  // [kRows][keys]
+      store(dots, products<kRows, keys>(key, k, r));
+      for (int q = 0; q < kRows; ++q) memcpy(dots_ + (r + q) * kTile + k, dots + q * keys, keys * sizeof(T));
     }
   }
-  template <int kRows, int kKeys>
-  ATTENTION_EXT_INLINE void products(const T* key, int64_t stride, int64_t r, int64_t i) {
-    constexpr int w = kWidth<T>;
-    const int64_t padded = head_padded();
-    Vec<T> sum[kKeys][kRows] = {};
-    for (int64_t d = 0; d < padded; d += w) {
-      for (int j = 0; j < kKeys; ++j) {
-        const Vec<T> x = load(key + j * stride + d);
-        for (int q = 0; q < kRows; ++q) sum[j][q] = fma(x, load(query_ + (r + q) * padded + d), sum[j][q]);
+  template <int kRows, int kCount, class S>
+  ATTENTION_EXT_INLINE Vec<T> products(const S* const* key, int64_t k, int64_t r) const {
+    constexpr int w = kWidth<T>, side = kCount < kKeys ? kCount : kKeys;
+    const int64_t padded = head_padded(), last = count_ - 1;
+    const T* query = query_ + r * w;
+    Vec<T> sum[kRows * kCount];
+#pragma GCC unroll 16
+    for (int i = 0; i < kCount; i += side) {
+      const S* row[side];
+#pragma GCC unroll 4
+      for (int j = 0; j < side; ++j) row[j] = key[k + i + j < last ? k + i + j : last];
+#pragma GCC unroll 16
+      for (int q = 0; q < kRows * side; ++q) sum[q / side * kCount + i + q % side] = Vec<T>{};
+      for (int64_t d = 0; d < padded; d += w) {
+        Vec<T> x[side];
+#pragma GCC unroll 4
+        for (int j = 0; j < side; ++j) x[j] = load_as<T>(row[j] + d);
+#pragma GCC unroll 4
+        for (int q = 0; q < kRows; ++q) {
+          const Vec<T> y = load(query + d * kMost + q * w);
+#pragma GCC unroll 4
+          for (int j = 0; j < side; ++j) sum[q * kCount + i + j] = fma(x[j], y, sum[q * kCount + i + j]);
+        }
       }
     }
-    for (int j = 0; j < kKeys; ++j) {
-      for (int q = 0; q < kRows; ++q) store(sums_ + ((r + q) * w + i + j) * w, sum[j][q]);
-    }
+    return horizontal_sums<T>(sum);
   }
 
   // Steps 2 to 4 for one row: probs_[row][key], hidden keys exact zeros.
   void softmax(int64_t r) {
     constexpr int w = kWidth<T>;
-    const Vec<T> top = broadcast(horizontal_max<T>(exponents(r)));
-    const SoftmaxState<T> state{broadcast(reference_[r]), broadcast(sum_[r])};
-    const T shift = reference_shift(state, top)[0];
-    if (shift != T(0)) {
-      move_reference(r, shift);
-      exponents(r);
+    const Vec<T> largest = exponents(r);
+    Vec<T> sum = load(sums_ + r * w);
+    const bool first = !any(Mask<T>(sum != T(0)));
+    if (first || any(Mask<T>(largest > kReach<T>))) {  // nothing else can move the reference
+      const SoftmaxState<T> state{broadcast(reference_[r]), broadcast(T(first ? 0 : 1))};
+      const T shift = reference_shift(state, broadcast(horizontal_max<T>(largest)))[0];
+      if (shift != T(0)) {
+        move_reference(r, shift);
+        exponents(r);
+        sum = load(sums_ + r * w);
+      }
     }
     T* probs = probs_ + r * kTile;
-    Vec<T> sum = {};
     for (int64_t k = 0; k < count_; k += w) {
       const Vec<T> x = exp2_or_zero<T>(load(probs + k));
       sum += x;
       store(probs + k, p_.dropout.probability > 0 ? x * dropout_factors(r, k) : x);
     }
-    for (int i = w / 2; i > 0; i /= 2) {
-      for (int j = 0; j < i; ++j) sum[j] += sum[j + i];
-    }
-    sum_[r] += sum[0];
+    store(sums_ + r * w, sum);
   }
 
   // probs_[row][key] = x - m, -infinity where hidden; returns the largest of each lane.
   Vec<T> exponents(int64_t r) {
     const Vec<T> reference = broadcast(reference_[r]);
-    const Mask<T> begin = broadcast_index<T>(clamp_to(tile_->begin[r] - first_key_, 0, kTile));
-    const Mask<T> end = broadcast_index<T>(clamp_to(tile_->end[r] - first_key_, 0, count_));
+    const int64_t begin = clamp_to(tile_->begin[r] - first_key_, 0, kTile);
+    const int64_t end = clamp_to(tile_->end[r] - first_key_, 0, count_);
+    const bool whole = begin == 0 && end == kTile;
     Vec<T> largest = broadcast(-kInfinity<T>);
     for (int64_t k = 0; k < count_; k += kWidth<T>) {
-      const Mask<T> key = key_numbers(k);
       Vec<T> x = load(dots_ + r * kTile + k);
       if (score_.plain() && !p_.attn_mask.data) {
         x = plain_exponent(score_, x, reference);
       } else {
         Vec<T> addend = {};
         if (p_.attn_mask.data) addend = draw_together<T>(mask_values(r, k)) * kLog2E<T>;
-        const Vec<T> distance = tile_->position[r] - (__builtin_convertvector(key, Vec<T>) + static_cast<T>(first_key_));
+        const Vec<T> key = __builtin_convertvector(key_numbers(k), Vec<T>) + static_cast<T>(first_key_);
+        const Vec<T> distance = tile_->position[r] - key;
         x = general_exponent(score_, x, addend, broadcast(tile_->slope[r]), distance < T(0) ? -distance : distance,
                              reference);
       }
-      x = (key >= begin) & (key < end) ? x : broadcast(-kInfinity<T>);
+      if (!whole) {
+        const Mask<T> key = key_numbers(k);
+        const Mask<T> seen = (key >= broadcast_index<T>(begin)) & (key < broadcast_index<T>(end));
+        x = seen ? x : broadcast(-kInfinity<T>);
+      }
       store(probs_ + r * kTile + k, x);
       largest = maximum(x, largest);
     }
@@ -213,7 +309,7 @@ class FewRows {
   void move_reference(int64_t r, T shift) {
     const T factor = exp2_or_zero<T>(broadcast(shift > T(0) ? -shift : T(0)))[0];
     reference_[r] += shift;
-    sum_[r] *= factor;
+    store(sums_ + r * kWidth<T>, load(sums_ + r * kWidth<T>) * factor);
     for (int64_t c = r * value_padded(); c < (r + 1) * value_padded(); c += kWidth<T>) {
       store(acc_ + c, load(acc_ + c) * factor);
     }
@@ -242,8 +338,9 @@ class FewRows {
     return dropout_of_keys<T>(p_, unit_, tile_->heads[r], tile_->queries[r], first_key_ + k);
   }
 
-  // Step 5.
-  void accumulate(const StagedRows<T>& value) {
+  // Step 5, in strips of columns of about equal width.
+  template <class S>
+  void accumulate(const S* const* value) {
     const int64_t vectors = value_padded() / kWidth<T>;
     for_row_blocks(0, rows_, [&](int64_t r, auto rows) {
       constexpr int kRows = decltype(rows)::value;
@@ -253,18 +350,48 @@ class FewRows {
         const int64_t left = vectors * s / strips, right = vectors * (s + 1) / strips;
         with_constant<most>(right - left, [&](auto width) {
           constexpr int kVectors = decltype(width)::value;
-          Vec<T> sum[kRows][kVectors];
-          broadcast_rows<T, kRows, kVectors>(probs_ + r * kTile, kTile, value.data + left * kWidth<T>, value.stride,
-                                             count_, sum);
-          for (int i = 0; i < kRows; ++i) {
-            for (int v = 0; v < kVectors; ++v) {
-              T* out = acc_ + (r + i) * value_padded() + (left + v) * kWidth<T>;
-              store(out, load(out) + sum[i][v]);
-            }
+          if (r == 0 && s == 0) {
+            add_strip<kRows, kVectors, true>(value, r, left);
+          } else {
+            add_strip<kRows, kVectors, false>(value, r, left);
           }
         });
       }
     });
+  }
+  template <int kRows, int kVectors, bool kPrefetch, class S>
+  ATTENTION_EXT_INLINE void add_strip(const S* const* value, int64_t r, int64_t left) {
+    constexpr int w = kWidth<T>;
+    const T* probs = probs_ + r * kTile;
+    Vec<T> sum[kRows][kVectors];
+#pragma GCC unroll 6
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) sum[i][v] = Vec<T>{};
+    }
+    const int64_t count = count_;
+    for (int64_t k = 0; k < count; ++k) {
+      if (kPrefetch && k % 2) prefetch((kTile + k) / 2, 1);
+      const S* row = value[k] + left * w;
+      Vec<T> x[kVectors];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) x[v] = load_as<T>(row + v * w);
+#pragma GCC unroll 6
+      for (int i = 0; i < kRows; ++i) {
+        const Vec<T> y = broadcast(probs[i * kTile + k]);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) sum[i][v] = fma(y, x[v], sum[i][v]);
+      }
+    }
+    T* acc = acc_ + r * value_padded() + left * w;
+#pragma GCC unroll 6
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        T* out = acc + i * value_padded() + v * w;
+        store(out, load(out) + sum[i][v]);
+      }
+    }
   }
 
   // NaN and infinity were taken for 0; the rows that see such a key get its product now.
@@ -290,18 +417,20 @@ class FewRows {
   Unit unit_{};
   LaneTile<T>* tile_;  // the unit's rows
   int64_t rows_ = 0;
-  T* query_;           // [kMost][head_dim, padded]
+  T* query_;           // [head_dim, padded, in vectors][kMost][W]
 
   // The partial result.
   T* reference_ = nullptr;  // [kMost]
-  T* sum_ = nullptr;        // [kMost]
   T* acc_ = nullptr;        // [kMost][value_dim, padded]
+  T* sums_;                 // [kMost][W]: of P, one sum for each lane
 
-  // Of the current kv tile.
+  // Of the current kv tile, and the rows of the next.
   int64_t first_key_ = 0, count_ = 0;
-  T* sums_;          // [kMost][W keys][W]: products before the sum over the lanes
+  TileRows next_;
+  int64_t key_bytes_, value_bytes_;  // of a row
+  bool prefetches_;
   T* dots_;          // [kMost][kTile]: q K^T
   T* probs_;         // [kMost][kTile]: exponents, then P
-  T* key_buffer_;    // [kTile][head_dim, padded]
-  T* value_buffer_;  // [kTile][value_dim, padded]
+  char* key_buffer_;    // [kTile][head_dim, padded], as stored
+  char* value_buffer_;  // [kTile][value_dim, padded]
 };

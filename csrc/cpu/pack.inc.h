@@ -41,9 +41,7 @@ ATTENTION_EXT_INLINE Vec<T> load_as(const float* p) {
 }
 template <class T>
 ATTENTION_EXT_INLINE Vec<T> load_as(const BFloat16* p) {
-  HalfVec h;
-  memcpy(&h, p, sizeof(h));
-  return bit_cast<Vec<T>>(__builtin_convertvector(h, Mask<float>) << 16);
+  return load_bfloat16(&p->bits);
 }
 template <class T>
 ATTENTION_EXT_INLINE Vec<T> load_as(const Float16* p) {
@@ -91,6 +89,12 @@ ATTENTION_EXT_INLINE void store_some(S* p, int64_t stride, int64_t count, Vec<T>
   S some[kWidth<T>];
   store_as(some, x);
   for (int64_t i = 0; i < count; ++i) p[i * stride] = some[i];
+}
+
+template <class T, class S>
+ATTENTION_EXT_INLINE bool is_finite(const S* p) {
+  const T x = load_some<T>(p, 1, 1)[0];
+  return x - x == T(0);
 }
 
 // Masks alone are bool, or float32 beside float64.

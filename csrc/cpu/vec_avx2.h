@@ -11,13 +11,18 @@ namespace ATTENTION_EXT_ISA {
 namespace {
 
 using Tuning = TuningOf</*kVectorBytes=*/32, /*kLaneVectors=*/2, /*kBlockKV=*/96, /*kForwardRows=*/192,
-                        /*kBackwardBlockKV=*/48, /*kBackwardRows=*/96, /*kCacheBytes=*/256 << 10>;
+                        /*kBackwardBlockKV=*/48, /*kBackwardRows=*/96, /*kCacheBytes=*/256 << 10,
+                        /*kPrefetchBytes=*/1 << 20>;
 #include "vec_types.inc.h"
 
 inline Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) { return _mm256_fmadd_pd(a, b, c); }
 inline bool any(Mask<float> m) { return _mm256_movemask_ps(reinterpret_cast<__m256>(m)) != 0; }
 inline bool any(Mask<double> m) { return _mm256_movemask_pd(reinterpret_cast<__m256d>(m)) != 0; }
+inline Vec<float> load_bfloat16(const uint16_t* p) {
+  const __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return reinterpret_cast<Vec<float>>(_mm256_slli_epi32(x, 16));
+}
 inline Vec<float> load_float16(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }

@@ -11,7 +11,8 @@ namespace ATTENTION_EXT_ISA {
 namespace {
 
 using Tuning = TuningOf</*kVectorBytes=*/64, /*kLaneVectors=*/4, /*kBlockKV=*/48, /*kForwardRows=*/256,
-                        /*kBackwardBlockKV=*/48, /*kBackwardRows=*/256, /*kCacheBytes=*/1 << 20>;
+                        /*kBackwardBlockKV=*/48, /*kBackwardRows=*/256, /*kCacheBytes=*/1 << 20,
+                        /*kPrefetchBytes=*/64 << 20>;
 #include "vec_types.inc.h"
 
 #ifdef __AVX512F__
@@ -23,8 +24,12 @@ inline bool any(Mask<float> m) {
 inline bool any(Mask<double> m) {
   return _mm512_movepi64_mask(reinterpret_cast<__m512i>(m)) != 0;
 }
+// The zero-masked forms: GCC 12 warns of the others' undefined destination.
+inline Vec<float> load_bfloat16(const uint16_t* p) {
+  const __m512i x = _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return reinterpret_cast<Vec<float>>(_mm512_maskz_slli_epi32(0xffff, x, 16));
+}
 inline Vec<float> load_float16(const uint16_t* p) {
-  // The zero-masked form: GCC 12 warns of the other's undefined destination.
   return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 inline void store_float16(uint16_t* p, Vec<float> x) {

@@ -32,6 +32,12 @@ inline float bits_to_float(uint32_t bits) {
   return value;
 }
 
+inline Vec<float> load_bfloat16(const uint16_t* p) {
+  typedef uint16_t Half __attribute__((vector_size(Tuning::kVectorBytes / 2)));
+  Half h;
+  memcpy(&h, p, sizeof(h));
+  return reinterpret_cast<Vec<float>>(__builtin_convertvector(h, Mask<float>) << 16);
+}
 // IEEE half to float: rebias the exponent, then repair subnormals, infinities and NaN.
 inline Vec<float> load_float16(const uint16_t* p) {
   Vec<float> r = {};

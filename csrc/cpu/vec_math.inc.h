@@ -135,14 +135,19 @@ ATTENTION_EXT_INLINE void transpose(Vec<T> (&r)[kWidth<T>]) {
   }
 }
 
-// Lane i of the result is the sum of the lanes of r[i].
-template <class T>
+// Lane i of the result is the sum of the lanes of r[i]: a transpose that adds at each step.
+template <class T, int kHalf = kWidth<T> / 2>
 ATTENTION_EXT_INLINE Vec<T> horizontal_sums(Vec<T> (&r)[kWidth<T>]) {
-  transpose<T>(r);
-  for (int h = kWidth<T> / 2; h > 0; h /= 2) {
-    for (int i = 0; i < h; ++i) r[i] += r[i + h];
+  if constexpr (kHalf > 0) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kHalf; ++i) {
+      exchange_blocks<T, kHalf>(r[i], r[i + kHalf], std::make_index_sequence<kWidth<T>>{});
+      r[i] += r[i + kHalf];
+    }
+    return horizontal_sums<T, kHalf / 2>(r);
+  } else {
+    return r[0];
   }
-  return r[0];
 }
 template <class T>
 ATTENTION_EXT_INLINE T horizontal_max(Vec<T> x) {  // NaN wins
