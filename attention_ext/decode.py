@@ -2,10 +2,12 @@
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from . import reference
 from .arguments import UNLIMITED
+from .errors import ArgumentError
 from .functional import AttentionResult
 from .reference import CacheCall
 
@@ -196,5 +198,17 @@ def attention_with_kv_cache(
         rotary_cos, rotary_sin, rotary_interleaved, *window_size, softcap or 0.0, alibi_slopes,
         sinks, scale,
     )  # fmt: skip
+    if torch.is_grad_enabled():
+        _check_inference(call)
     output, lse = reference.attention_with_kv_cache(call)
     return AttentionResult(output, lse) if return_lse else output
+
+
+def _check_inference(call: CacheCall) -> None:
+    """There is no derivative, so nothing may ask for one."""
+    for name, argument in call._asdict().items():
+        if isinstance(argument, Tensor) and argument.requires_grad:
+            raise ArgumentError(
+                "attention_with_kv_cache: expected inputs without gradient, got "
+                f"{name} that requires grad: call under torch.no_grad() or torch.inference_mode()"
+            )
