@@ -213,7 +213,8 @@ def attention_with_kv_cache(
             if error := wrong_type("attention_with_kv_cache", numbers):
                 raise error  # the dispatcher would make something of it
             call += block_table, cache_batch_idx, rotary_cos, rotary_sin, rotary_interleaved
-            call += *window_of(window_size), softcap or 0.0, alibi_slopes, sinks, scale
+            cap = 0.0 if softcap is None else float(softcap)
+            call += *window_of(window_size), cap, alibi_slopes, sinks, scale
         if torch.is_grad_enabled():
             _check_gradients(call)
         if _is_transformed():
