@@ -13,6 +13,7 @@ import torch as _torch
 
 from . import library as _library
 from . import reference
+from .decode import attention_with_kv_cache
 from .errors import ArgumentError, ArgumentTypeError
 from .explain import explain
 from .functional import AttentionResult, scaled_dot_product_attention
@@ -28,6 +29,7 @@ __all__ = [
     "ArgumentTypeError",
     "AttentionResult",
     "__version__",
+    "attention_with_kv_cache",
     "build_info",
     "causal_attention",
     "explain",

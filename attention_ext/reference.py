@@ -283,6 +283,85 @@ def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
     return words
 
 
+# ---- attention over a cache ----
+
+
+class CacheCall(NamedTuple):
+    """The arguments of `attention_with_kv_cache`, in the order of the operator."""
+
+    query: Tensor  # (B, Hq, L, D)
+    key_cache: Tensor  # (Bc, Hkv, capacity, D); with block_table (pages, Hkv, page_size, D)
+    value_cache: Tensor  # the same with Dv
+    cache_seqlens: Tensor  # (B,): positions in use before the call
+    key: Tensor | None = None  # (B, Hkv, L, D), appended at [cache_seqlens, cache_seqlens + L)
+    value: Tensor | None = None  # (B, Hkv, L, Dv)
+    block_table: Tensor | None = None  # (B, max_pages): the page of each page_size positions
+    cache_batch_idx: Tensor | None = None  # (B,): the row of the cache of each sequence; else b
+    rotary_cos: Tensor | None = None  # (positions, R/2): rotates query and new key
+    rotary_sin: Tensor | None = None
+    rotary_interleaved: bool = False  # pairs are neighbours, else halves
+    window_left: int = UNLIMITED
+    window_right: int = UNLIMITED
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None  # (Hq,) or (B, Hq)
+    sinks: Tensor | None = None  # the same
+    scale: float | None = None
+
+
+def attention_with_kv_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
+    """Append the new keys and values to the cache, in place, and attend to all in use.
+
+    Returns:
+        Output and lse of lower-right causal attention over the gathered cache.
+    """
+    query, key, seqlen_q = call.query, call.key, call.query.shape[-2]
+    used = call.cache_seqlens.long() + (0 if key is None else seqlen_q)
+    position = used.unsqueeze(-1) + torch.arange(-seqlen_q, 0, device=used.device)  # (B, L)
+    if call.rotary_cos is not None and call.rotary_sin is not None:
+        tables = call.rotary_cos, call.rotary_sin
+        cos, sin = (x[position.clamp_min(0)].unsqueeze(1) for x in tables)  # (B, 1, L, R/2)
+        query = _rotate(query, cos, sin, call.rotary_interleaved)
+        key = None if key is None else _rotate(key, cos, sin, call.rotary_interleaved)
+    if key is not None and call.value is not None:
+        rows, slots = _slots(call, position)
+        call.key_cache[rows, :, slots] = key.transpose(1, 2)
+        call.value_cache[rows, :, slots] = call.value.transpose(1, 2)
+    pages = 1 if call.block_table is None else call.block_table.shape[1]
+    j = torch.arange(pages * call.key_cache.shape[2], device=used.device)
+    in_use = j < used.unsqueeze(-1)
+    rows, slots = (torch.where(in_use, x, 0) for x in _slots(call, j.expand_as(in_use)))
+    keys, values = (x[rows, :, slots].transpose(1, 2) for x in call[1:3])  # (B, Hkv, S, …)
+    options = call.window_left, call.window_right, call.softcap, 0.0, call.alibi_slopes, call.sinks
+    return attention(
+        Call(query, keys, values, None, True, call.scale, True, True, *options, seqused_k=used)
+    )[:2]
+
+
+def _slots(call: CacheCall, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Where positions (B, n) lie in the cache: row or page, and place in it."""
+    if call.block_table is not None:
+        size = call.key_cache.shape[2]
+        return call.block_table.long().gather(1, position // size), position % size
+    rows = call.cache_batch_idx
+    if rows is None:
+        rows = torch.arange(position.shape[0], device=position.device)
+    return rows.long().unsqueeze(-1).expand_as(position), position
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Turn the pairs (a, b) of the first R columns: (a cos - b sin, b cos + a sin)."""
+    width = 2 * cos.shape[-1]
+    turning = _widen(x[..., :width])
+    if interleaved:
+        a, b = turning[..., ::2], turning[..., 1::2]
+    else:
+        a, b = turning.chunk(2, -1)
+    cos, sin = cos.to(turning.dtype), sin.to(turning.dtype)
+    turned = a * cos - b * sin, b * cos + a * sin
+    joined = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat([joined.to(x.dtype), x[..., width:]], -1)
+
+
 # ---- products in which hidden means unread ----
 
 

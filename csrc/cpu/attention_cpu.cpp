@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "../with_options.h"
+#include "attention_cpu.h"
 #include "gradients.h"
 
 namespace attention_ext {
@@ -27,6 +28,8 @@ void run_few_rows(const AttentionParams& p, const KernelTable& kernel) {
     kernel.few_rows_merge(p, unit, partials, scratch.at(worker * bytes));
   });
 }
+
+}  // namespace
 
 void run_forward(const AttentionParams& p, const KernelTable& kernel) {
   const int64_t rows = p.rows_per_unit();
@@ -49,6 +52,8 @@ void run_forward(const AttentionParams& p, const KernelTable& kernel) {
     kernel.forward(p, task / blocks, block * each, each, scratch.at(worker * bytes));
   });
 }
+
+namespace {
 
 std::tuple<Tensor, Tensor, Tensor> forward(const AttentionOptions& options, const Tensor& query, const Tensor& key,
                                    const Tensor& value) {

@@ -146,13 +146,8 @@ class FewRows {
   void find_rows(int64_t first, int64_t stop) {
     next_.count = clamp_to(stop - first, 0, kTile);
     if (next_.count == 0) return;
-    rows_of(p_.key, p_.key_group, first, next_.key);
-    rows_of(p_.value, p_.value_group, first, next_.value);
-  }
-  void rows_of(const TensorView& view, int64_t group, int64_t first, const char** row) const {
-    const char* place = address(view, p_, unit_, unit_.first_head / group, unit_.key_start + first);
-    const int64_t step = view.row_stride * size_of(view.dtype);
-    for (int64_t i = 0; i < next_.count; ++i) row[i] = place + i * step;
+    key_rows(p_.key, p_, unit_, p_.key_group, first, next_.count, next_.key);
+    key_rows(p_.value, p_, unit_, p_.value_group, first, next_.count, next_.value);
   }
 
   // Asks for rows i to i + count of the next tile.
