@@ -4,6 +4,7 @@ The Functions stand outside of the operators, so that these stay opaque to torch
 derivative is a Function again, on a kernel with O(L + S) memory:
 
     AttentionFunction    backward -> BackwardFunction           jvp -> TangentFunction
+    ShortAttentionFunction, the same for plain calls outside of transforms
     BackwardFunction     backward -> BackwardTangentFunction    jvp -> the same
     TangentFunction      backward -> BackwardTangentFunction
     BackwardTangentFunction, and second order through the weights  -> derivatives.py, plain torch
@@ -107,6 +108,32 @@ class AttentionFunction(torch.autograd.Function):
             return loop(AttentionFunction, info.batch_size, in_dims, arguments)
         run: Any = AttentionFunction.apply
         return batch.results(run(with_weights, *batch.leading()))
+
+
+class ShortAttentionFunction(torch.autograd.Function):
+    """AttentionFunction for the output of calls of five fields, outside of transforms.
+
+    A small training step pays for Python most of all: each argument, result and saved tensor costs
+    a microsecond. (query, key, value, attn_mask without gradient, is_causal) -> output.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *call: Any) -> Tensor:
+        query, key, value, attn_mask, ctx.is_causal = call
+        output, state = library.forward_with_state(*call)
+        ctx.save_for_backward(output, state, query, key, value, attn_mask)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+        output, state, query, key, value, attn_mask = ctx.saved_tensors
+        if torch.is_grad_enabled() or is_transformed():
+            call = query, key, value, attn_mask, ctx.is_causal
+            run: Any = BackwardFunction.apply
+            grads = run(False, grad_output, None, None, output, state, *call)
+            return *grads[:3], None, None
+        arguments = grad_output, query, key, value, output, state, attn_mask, ctx.is_causal
+        return *library.backward_short(*arguments), None, None
 
 
 class BackwardFunction(torch.autograd.Function):

@@ -286,6 +286,8 @@ def scaled_dot_product_attention(
             )
             if type(attn_mask) not in PLAIN_TYPES:
                 call = resolve_bias(Call(*call))
+        if not (return_lse or return_weights):
+            return paths.output(call)
         output, lse, weights = paths.attention(call, return_weights)
     except TRANSLATED as raised:
         if torch.compiler.is_compiling():
@@ -306,6 +308,4 @@ def scaled_dot_product_attention(
             "seqused_k": seqused_k,
         }
         raise translate(raised, "scaled_dot_product_attention", arguments) from None
-    if return_lse or return_weights:
-        return AttentionResult(output, lse if return_lse else None, weights)
-    return output
+    return AttentionResult(output, lse if return_lse else None, weights)

@@ -41,6 +41,10 @@ _load()
 _ops = torch.ops.attention_ext
 forward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.forward.default
 backward: Callable[..., tuple[Tensor, ...]] = _ops.backward.default
+# Short forms, for calls of up to five fields; the first returns the output alone.
+forward_output: Callable[..., Tensor] = _ops.forward.output
+forward_with_state: Callable[..., tuple[Tensor, Tensor]] = _ops.forward.with_state
+backward_short: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.backward.short
 mask_gradient: Callable[..., Tensor] = _ops.mask_gradient.default
 weights: Callable[..., Tensor] = _ops.weights.default
 tangent: Callable[..., tuple[Tensor, Tensor]] = _ops.tangent.default
@@ -98,6 +102,15 @@ def _forward_fake(
     return output, lse, query.new_empty((*rows, 2), dtype=lse.dtype)
 
 
+def _forward_output_fake(*call: Any, **named: Any) -> Tensor:
+    return _forward_fake(*call, **named)[0]
+
+
+def _forward_with_state_fake(*call: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    output, _, state = _forward_fake(*call, **named)
+    return output, state
+
+
 def _weights_fake(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, *options: Any, **named: Any
 ) -> Tensor:
@@ -107,6 +120,10 @@ def _weights_fake(
 
 def _backward_fake(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
     return _gradients_fake(*arguments[3:6], *arguments[8:], **named)
+
+
+def _backward_short_fake(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+    return _gradients_fake(*arguments[1:4], *arguments[6:], **named)[:3]
 
 
 def _backward_tangent_fake(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
@@ -149,8 +166,11 @@ def _attention_with_kv_cache_fake(*arguments: Any, **named: Any) -> tuple[Tensor
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "forward": _forward_fake,
+    "forward.output": _forward_output_fake,
+    "forward.with_state": _forward_with_state_fake,
     "weights": _weights_fake,
     "backward": _backward_fake,
+    "backward.short": _backward_short_fake,
     "mask_gradient": _mask_gradient_fake,
     "tangent": _tangent_fake,
     "backward_tangent": _backward_tangent_fake,

@@ -1,12 +1,15 @@
 """Which way a call takes: the front door of everything that computes attention.
 
+    output(...) -> library.forward_output          the output of a plain call, no derivative
+                -> ShortAttentionFunction          the same with derivatives, eager
+                -> attention(...)
     attention(...) -> library.forward              nothing is differentiated or transformed
                    -> AttentionFunction            eager: derivatives and vmap
                    -> CompiledAttentionFunction    while torch.compile or export traces
                    -> reference.attention          where no Function can be right: nested forward
                                                    mode, torch.func inside torch.compile
 
-The first way is the fast one: nothing on it looks at more than it must.
+The first ways are the fast ones: nothing on them looks at more than it must.
 """
 
 # ruff: noqa: D102 (the methods of a Function are torch's protocol)
@@ -19,12 +22,32 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import library, reference, sharding
-from .autograd import AttentionFunction, is_transformed, kept
+from .arguments import PLAIN_TYPES
+from .autograd import AttentionFunction, ShortAttentionFunction, is_transformed, kept
 from .derivatives import Optional
 from .operators import numbers_of, per_argument, run_backward, run_forward, tensors_of
 from .reference import Call
 
 Results = tuple[Tensor, Tensor, Optional]  # output, lse, weights
+
+
+def output(call: Sequence[Any]) -> Tensor:
+    """Return the output alone, differentiable in every way; call: as for `attention`."""
+    if (
+        len(call) > 5
+        or torch.compiler.is_compiling()
+        or is_transformed()
+        or torch._C._is_any_autocast_enabled()
+        or type(call[0]) not in PLAIN_TYPES
+    ):
+        return attention(call)[0]
+    if not (torch.is_grad_enabled() and _requires_grad(call)):
+        return library.forward_output(*call)
+    attn_mask, is_causal = call[3:] or (None, False)
+    if attn_mask is not None and attn_mask.requires_grad:
+        return attention(call)[0]
+    result: Tensor = _short_apply(*call[:3], attn_mask, is_causal)
+    return result
 
 
 def attention(call: Sequence[Any], with_weights: bool = False) -> Results:
@@ -120,6 +143,7 @@ class CompiledAttentionFunction(torch.autograd.Function):
         return None, None, *per_argument(run_backward(ctx.with_mask, *arguments, *call), call)
 
 
+_short_apply: Any = super(torch.autograd.Function, ShortAttentionFunction).apply
 # Function.apply with a setup_context runs inspect.signature().bind() on every call, about four
 # times the cost of everything else. Outside of transforms it then calls this:
 _attention_apply: Any = super(torch.autograd.Function, AttentionFunction).apply

@@ -27,4 +27,18 @@ struct WithOptions<kFunction> {
   }
 };
 
+// The same for the short form of an operator, which takes the two options that most calls have.
+template <auto kFunction>
+struct WithFewOptions;
+
+template <class Result, class... Leading, Result (*kFunction)(const AttentionOptions&, Leading...)>
+struct WithFewOptions<kFunction> {
+  static Result call(Leading... leading, std::optional<Tensor> attn_mask, bool is_causal) {
+    AttentionOptions options;
+    options.attn_mask = std::move(attn_mask);
+    options.is_causal = is_causal;
+    return kFunction(options, std::forward<Leading>(leading)...);
+  }
+};
+
 }  // namespace attention_ext

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from assertions import assert_close, fresh, leaves_of
+from assertions import assert_close, assert_same_bits, fresh, leaves_of
 from cases import BY_NAME, CASES, keywords
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -236,3 +236,21 @@ def test_a_wrong_fake_call_gets_the_text_of_the_real_one():
         attention(*(fake(mode, x) for x in wrong))
     assert str(faked.value) == str(eager.value)
     assert not mode.shape_env.guards  # the check added none
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(5, 6, dtype=torch.bool).tril(2)])
+def test_short_forms_give_the_same_bits_and_pass_opcheck(mask):
+    query, key, value = (torch.randn(2, 3, n, 4) for n in (5, 6, 6))
+    call = query, key, value, mask, True
+    output, _, state = forward(*call)
+    assert_same_bits(ops.forward.output(*call), output)
+    for short, long in zip(ops.forward.with_state(*call), (output, state), strict=True):
+        assert_same_bits(short, long)
+    upstream = torch.randn_like(output)
+    rest = *call[:3], output, state, *call[3:]
+    grads = backward(upstream, None, None, *rest)
+    for short, long in zip(ops.backward.short(upstream, *rest), grads, strict=False):
+        assert_same_bits(short, long)
+    torch.library.opcheck(ops.forward.output, call)
+    torch.library.opcheck(ops.forward.with_state, call)
+    torch.library.opcheck(ops.backward.short, (upstream, *rest))

@@ -18,15 +18,18 @@ TORCHS = F.scaled_dot_product_attention
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Count the calls of our forward operator."""
+    """Count the calls of our forward operator, in any of its forms."""
     counted = []
-    forward = library.forward
 
-    def run(*call):
-        counted.append(call)
-        return forward(*call)
+    def counting(operator):
+        def run(*call):
+            counted.append(call)
+            return operator(*call)
 
-    monkeypatch.setattr(library, "forward", run)
+        return run
+
+    for name in ("forward", "forward_output", "forward_with_state"):
+        monkeypatch.setattr(library, name, counting(getattr(library, name)))
     return counted
 
 

@@ -81,7 +81,7 @@ struct AttentionParams {
   TensorView alibi_slopes;  // (batch..., head)
   TensorView sinks;         // (batch..., head)
   TensorView output;        // (batch..., head, seqlen_q, value_dim); written by the forward
-  TensorView lse;           // (batch..., head, seqlen_q), accumulation type; written by the forward
+  TensorView lse;           // (batch..., head, seqlen_q), accumulation type; written by the forward, or absent
   TensorView state;         // (batch..., head, seqlen_q, 2), the same: P = 2^(x - state[0]) / state[1], or absent
 
   int64_t num_units() const { return num_batches * (num_heads / heads_per_unit); }

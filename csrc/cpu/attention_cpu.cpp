@@ -55,21 +55,50 @@ void run_forward(const AttentionParams& p, const KernelTable& kernel) {
 
 namespace {
 
+// Gives the call an output.
+Tensor make_output(Call& call, const Tensor& query) {
+  AttentionParams& p = call.params;
+  int64_t sizes[kMaxDims];
+  const int64_t dim = call.output_shape(p.value_dim, sizes);
+  Tensor output = empty_laid_out_like(query, dim, sizes, query.scalar_type());
+  p.output = view_of(output, call, p.num_heads);
+  return output;
+}
+
+Tensor forward_output(const AttentionOptions& options, const Tensor& query, const Tensor& key, const Tensor& value) {
+  Call call = pack_call(query, key, value, options);
+  Tensor output = make_output(call, query);
+  run_forward(call.params, table_for(query.scalar_type()));
+  return output;
+}
+
+// Gives the call a softmax state, which the backward reads.
+Tensor make_state(Call& call, const Tensor& query) {
+  int64_t sizes[kMaxDims];
+  const int64_t dim = call.output_shape(2, sizes);
+  Tensor state = empty_contiguous(query, dim, sizes, accumulation_type(query.scalar_type()));
+  call.params.state = view_of(state, call, call.params.num_heads);
+  return state;
+}
+
+std::tuple<Tensor, Tensor> forward_with_state(const AttentionOptions& options, const Tensor& query, const Tensor& key,
+                                              const Tensor& value) {
+  Call call = pack_call(query, key, value, options);
+  Tensor output = make_output(call, query), state = make_state(call, query);
+  run_forward(call.params, table_for(query.scalar_type()));
+  return {std::move(output), std::move(state)};
+}
+
 std::tuple<Tensor, Tensor, Tensor> forward(const AttentionOptions& options, const Tensor& query, const Tensor& key,
-                                   const Tensor& value) {
+                                           const Tensor& value) {
   Call call = pack_call(query, key, value, options);
   AttentionParams& p = call.params;
   const ScalarType dtype = query.scalar_type();
+  Tensor output = make_output(call, query), state = make_state(call, query);
   int64_t sizes[kMaxDims];
-  int64_t dim = call.output_shape(p.value_dim, sizes);
-  Tensor output = empty_laid_out_like(query, dim, sizes, dtype);
-  dim = call.output_shape(-1, sizes);
+  const int64_t dim = call.output_shape(-1, sizes);
   Tensor lse = empty_contiguous(query, dim, sizes, accumulation_type(dtype));
-  p.output = view_of(output, call, p.num_heads);
-  dim = call.output_shape(2, sizes);
-  Tensor state = empty_contiguous(query, dim, sizes, accumulation_type(dtype));
   p.lse = row_view_of(lse, call);
-  p.state = view_of(state, call, p.num_heads);
   if (call.packed) {  // slack rows
     for (Tensor* result : {&output, &lse, &state}) torch::stable::zero_(*result);
   }
@@ -93,10 +122,10 @@ GradParams pack_backward(Call& call, const std::optional<Tensor>& grad_output, c
   return g;
 }
 
-Gradients::Result backward(const AttentionOptions& options, const std::optional<Tensor>& grad_output,
-                           const std::optional<Tensor>& grad_lse, const std::optional<Tensor>& grad_weights,
-                           const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& output,
-                           const Tensor& state) {
+Gradients::Result gradients_of(const AttentionOptions& options, const std::optional<Tensor>& grad_output,
+                               const std::optional<Tensor>& grad_lse, const std::optional<Tensor>& grad_weights,
+                               const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& output,
+                               const Tensor& state) {
   Call call = pack_call(query, key, value, options);
   GradParams g = pack_backward(call, grad_output, grad_lse, grad_weights, output, state);
   Gradients gradients(call, query, key, value, options);
@@ -108,6 +137,21 @@ Gradients::Result backward(const AttentionOptions& options, const std::optional<
   gradients.sum_slopes(call);
   gradients.sum_sinks(call, state, options);
   return gradients.finish(call);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    const AttentionOptions& options, const std::optional<Tensor>& grad_output, const std::optional<Tensor>& grad_lse,
+    const std::optional<Tensor>& grad_weights, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& output, const Tensor& state) {
+  return all_results(gradients_of(options, grad_output, grad_lse, grad_weights, query, key, value, output, state));
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_short(const AttentionOptions& options, const Tensor& grad_output,
+                                                  const Tensor& query, const Tensor& key, const Tensor& value,
+                                                  const Tensor& output, const Tensor& state) {
+  Gradients::Result grads =
+      gradients_of(options, grad_output, std::nullopt, std::nullopt, query, key, value, output, state);
+  return {std::move(grads.query), std::move(grads.key), std::move(grads.value)};
 }
 
 Tensor backward_of_mask(const AttentionOptions& options, const std::optional<Tensor>& grad_output,
@@ -145,6 +189,9 @@ std::string cpu_capability() { return kernels().name; }
 STABLE_TORCH_LIBRARY_IMPL(attention_ext, CPU, m) {
   using namespace attention_ext;
   m.impl("forward", TORCH_BOX(&WithOptions<&forward>::call));
+  m.impl("forward.with_state", TORCH_BOX(&WithFewOptions<&forward_with_state>::call));
+  m.impl("forward.output", TORCH_BOX(&WithFewOptions<&forward_output>::call));
+  m.impl("backward.short", TORCH_BOX(&WithFewOptions<&backward_short>::call));
   m.impl("backward", TORCH_BOX(&WithOptions<&backward>::call));
   m.impl("mask_gradient", TORCH_BOX(&WithOptions<&backward_of_mask>::call));
   m.impl("weights", TORCH_BOX(&WithOptions<&weights>::call));

@@ -212,12 +212,11 @@ Gradients::Gradients(const Call& call, const Tensor& query, const Tensor& key, c
   query_ = make_target(call, query, heads(query), p.num_heads, p.seqlen_q, p.head_dim);
   key_ = make_target(call, key, heads(key), units, p.seqlen_kv, p.head_dim);
   value_ = make_target(call, value, heads(value), units, p.seqlen_kv, p.value_dim);
-  const int64_t none = 0;
   const auto per_head = [&](const std::optional<Tensor>& t) {
-    return t ? like(*t, t->scalar_type()) : empty_contiguous(query, 1, &none, query.scalar_type());
+    return t ? std::optional<Tensor>(like(*t, t->scalar_type())) : std::nullopt;
   };
-  grad_slopes_ = per_head(options.alibi_slopes);
-  grad_sinks_ = per_head(options.sinks);
+  slopes_ = per_head(options.alibi_slopes);
+  sinks_ = per_head(options.sinks);
   int64_t sizes[kMaxDims];
   const int64_t dim = call.output_shape(-1, sizes);
   const ScalarType dtype = accumulation_type(query.scalar_type());
@@ -234,13 +233,13 @@ void Gradients::set_views(GradParams& g) const {
 
 void Gradients::sum_slopes(const Call& call) {
   if (!slope_sums) return;
-  sum_rows(call, *slope_sums, grad_slopes_, [](auto* sums, int64_t row, int64_t) { return sums[row]; });
+  sum_rows(call, *slope_sums, *slopes_, [](auto* sums, int64_t row, int64_t) { return sums[row]; });
 }
 
 void Gradients::sum_sinks(const Call& call, const Tensor& state, const AttentionOptions& options) {
   if (!delta) return;
   const Tensor logits = in_accumulation_type(*options.sinks), dense = dense_copy(state);
-  sum_rows(call, *delta, grad_sinks_, [&](auto* deltas, int64_t row, int64_t head) {
+  sum_rows(call, *delta, *sinks_, [&](auto* deltas, int64_t row, int64_t head) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(deltas)>>;
     return -sink_share(data_of<T>(logits)[head], data_of<T>(dense) + 2 * row) * deltas[row];
   });
@@ -252,7 +251,7 @@ void Gradients::sum_sink_tangents(const Call& call, const Tensor& state, const T
   const Tensor logits = in_accumulation_type(*options.sinks), dense = dense_copy(state), moved = dense_copy(lse_tangent);
   const std::optional<Tensor> direction =
       sinks_tangent ? std::optional<Tensor>(in_accumulation_type(*sinks_tangent)) : std::nullopt;
-  sum_rows(call, *delta, grad_sinks_, [&](auto* deltas, int64_t row, int64_t head) {
+  sum_rows(call, *delta, *sinks_, [&](auto* deltas, int64_t row, int64_t head) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(deltas)>>;
     const double share = sink_share(data_of<T>(logits)[head], data_of<T>(dense) + 2 * row);
     const double shift = (direction ? data_of<T>(*direction)[head] : T(0)) - data_of<T>(moved)[row];
@@ -268,8 +267,16 @@ Gradients::Result Gradients::finish(const Call& call) {
       sum(call, *target);
     }
   }
-  return {std::move(query_.grad), std::move(key_.grad), std::move(value_.grad), std::move(grad_slopes_),
-          std::move(grad_sinks_)};
+  return {std::move(query_.grad), std::move(key_.grad), std::move(value_.grad), std::move(slopes_), std::move(sinks_)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> all_results(Gradients::Result result) {
+  const auto or_empty = [&](std::optional<Tensor>& t) {
+    const int64_t none = 0;
+    return t ? std::move(*t) : empty_contiguous(result.query, 1, &none, result.query.scalar_type());
+  };
+  Tensor slopes = or_empty(result.slopes), sinks = or_empty(result.sinks);
+  return {std::move(result.query), std::move(result.key), std::move(result.value), std::move(slopes), std::move(sinks)};
 }
 
 Tensor mask_gradient(MaskGradParams& m, const Call& call, const Tensor& attn_mask,

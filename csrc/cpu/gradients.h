@@ -28,7 +28,10 @@ TensorView lse_like_view(const Call& call, const char* name, const std::optional
 // views, and finished after they ran.
 class Gradients {
  public:
-  using Result = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+  struct Result {
+    Tensor query, key, value;
+    std::optional<Tensor> slopes, sinks;  // of a call that has them
+  };
 
   Gradients(const Call& call, const Tensor& query, const Tensor& key, const Tensor& value,
             const AttentionOptions& options);
@@ -59,8 +62,11 @@ class Gradients {
   static void sum(const Call& call, Target& target);
 
   Target query_, key_, value_;
-  Tensor grad_slopes_, grad_sinks_;
+  std::optional<Tensor> slopes_, sinks_;
 };
+
+// As an operator returns them: an empty tensor for what the call does not have.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> all_results(Gradients::Result result);
 
 // Runs a part kernel over all units and stores the accumulators.
 template <class Params>

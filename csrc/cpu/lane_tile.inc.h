@@ -172,13 +172,13 @@ template <class T>
 inline void write_statistics(const AttentionParams& p, const Unit& u, const LaneTile<T>& tile, bool drawn,
                              const SoftmaxResult<T>* result) {
   const char *lse_row[kLanes<T>], *state_row[kLanes<T>];
-  row_addresses(p.lse, p, u, tile, lse_row);
+  if (p.lse.data) row_addresses(p.lse, p, u, tile, lse_row);
   if (p.state.data) row_addresses(p.state, p, u, tile, state_row);
   for (int64_t lane = 0; lane < tile.count; ++lane) {
     const SoftmaxResult<T>& r = result[lane / kWidth<T>];
     const int64_t i = lane % kWidth<T>;
     const T lse = r.lse[i], state[2] = {r.reference[i], r.sum[i]};
-    *reinterpret_cast<T*>(const_cast<char*>(lse_row[lane])) = drawn ? draw_apart<T>(lse) : lse;
+    if (p.lse.data) *reinterpret_cast<T*>(const_cast<char*>(lse_row[lane])) = drawn ? draw_apart<T>(lse) : lse;
     if (p.state.data) memcpy(const_cast<char*>(state_row[lane]), state, sizeof(state));
   }
 }

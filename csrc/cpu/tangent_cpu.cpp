@@ -87,7 +87,7 @@ TangentParams pack_backward_tangent(Call& call, Optional grad_output_tangent, Op
   return c;
 }
 
-Gradients::Result backward_tangent(const AttentionOptions& options, Optional grad_output_tangent,
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_tangent(const AttentionOptions& options, Optional grad_output_tangent,
                                    Optional grad_lse_tangent, const Tensor& output_tangent,
                                    const Tensor& lse_tangent, Optional query_tangent, Optional key_tangent,
                                    Optional value_tangent, Optional mask_tangent, Optional slopes_tangent,
@@ -115,7 +115,7 @@ Gradients::Result backward_tangent(const AttentionOptions& options, Optional gra
   }
   gradients.sum_slopes(call);
   if (delta_tangent) gradients.sum_sink_tangents(call, state, lse_tangent, *delta_tangent, sinks_tangent, options);
-  return gradients.finish(call);
+  return all_results(gradients.finish(call));
 }
 
 Tensor mask_gradient_tangent(const AttentionOptions& options, Optional grad_output_tangent,
