@@ -230,11 +230,11 @@ class Backward : public Sweep<T> {
     const StagedRows<T> key = key_, value = value_;
     const ScoreParams<T> score = score_;
     const int64_t head_dim = p_.head_dim, value_dim = p_.value_dim;
-    for_row_blocks(s.begin, s.end, [&](int64_t k, auto rows) {
+    for_row_blocks<kBlockRows<kN>>(s.begin, s.end, [&](int64_t k, auto rows) __attribute__((always_inline)) {
       constexpr int kRows = decltype(rows)::value;
       Vec<T> sum[kRows][kN];
       broadcast_rows<T, kRows, kN>(key.data + k * key.stride, key.stride, query, kLanes<T>, head_dim, sum);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
         for (int v = 0; v < kN; ++v) {
@@ -246,7 +246,7 @@ class Backward : public Sweep<T> {
         }
       }
       broadcast_rows<T, kRows, kN>(value.data + k * value.stride, value.stride, grad_output, kLanes<T>, value_dim, sum);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
         for (int v = 0; v < kN; ++v) {

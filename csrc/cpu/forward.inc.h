@@ -127,25 +127,32 @@ class Forward {
     });
   }
   template <int kN, bool kPartial>
-  void bounded_probs(int64_t t, const Segment& s, const CellTile<T>& cells, Vec<T>* tile_sum) {
-    const SoftmaxState<T>* state = state_ + t * kVectors + s.first_vector;
-    const T* query = query_of(t, s);
-    for_row_blocks(s.begin, s.end, [&](int64_t k, auto rows) {
+  __attribute__((noinline)) void bounded_probs(int64_t t, const Segment& s, const CellTile<T>& cells, Vec<T>* tile_sum) {
+    // Local copies: the stores below might change members, for all that the compiler knows.
+    const int first_vector = s.first_vector;
+    const SoftmaxState<T>* const state = state_ + t * kVectors + first_vector;
+    const T* const query = query_of(t, s);
+    T* const __restrict probs = probs_ + first_vector * kWidth<T>;
+    Vec<T>* const total = tile_sum + first_vector;
+    const StagedRows<T> key = key_;
+    const ScoreParams<T> score = score_;
+    const int64_t head_dim = p_.head_dim;
+    for_row_blocks<kBlockRows<kN>>(s.begin, s.end, [&](int64_t k, auto rows) __attribute__((always_inline)) {
       constexpr int kRows = decltype(rows)::value;
       Vec<T> dot[kRows][kN];
-      broadcast_rows<T, kRows, kN>(key_.data + k * key_.stride, key_.stride, query, kLanes<T>, p_.head_dim, dot);
+      broadcast_rows<T, kRows, kN>(key.data + k * key.stride, key.stride, query, kLanes<T>, head_dim, dot);
       Vec<T> sum[kN] = {};
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
         for (int v = 0; v < kN; ++v) {
-          Vec<T> x = exp2_bounded(plain_exponent(score_, dot[i][v], state[v].reference));
-          if (kPartial) x = keep<T>(cells.intervals.visible(s.first_vector + v, k + i), x);
-          store(probs_ + (k + i) * kLanes<T> + (s.first_vector + v) * kWidth<T>, x);
+          Vec<T> x = exp2_bounded(plain_exponent(score, dot[i][v], state[v].reference));
+          if (kPartial) x = keep<T>(cells.intervals.visible(first_vector + v, k + i), x);
+          store(probs + (k + i) * kLanes<T> + v * kWidth<T>, x);
           sum[v] += x;
         }
       }
-      for (int v = 0; v < kN; ++v) tile_sum[s.first_vector + v] += sum[v];
+      for (int v = 0; v < kN; ++v) total[v] += sum[v];
     });
   }
 
@@ -210,19 +217,21 @@ class Forward {
 
   // In the same order of sums as bounded_probs.
   void powers(const Segment& s, Vec<T>* tile_sum) {
-    for (int v = s.first_vector; v < s.last_vector; ++v) {
-      for_row_blocks(s.begin, s.end, [&](int64_t k, auto rows) {
-        Vec<T> sum = {};
-#pragma GCC unroll 8
-        for (int i = 0; i < decltype(rows)::value; ++i) {
-          T* cell = probs_ + (k + i) * kLanes<T> + v * kWidth<T>;
-          const Vec<T> x = exp2_or_zero<T>(load(cell));
-          store(cell, x);
-          sum += x;
-        }
-        tile_sum[v] += sum;
-      });
-    }
+    with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
+      for (int v = s.first_vector; v < s.last_vector; ++v) {
+        for_row_blocks<kBlockRows<decltype(vectors)::value>>(s.begin, s.end, [&](int64_t k, auto rows) {
+          Vec<T> sum = {};
+#pragma GCC unroll 16
+          for (int i = 0; i < decltype(rows)::value; ++i) {
+            T* cell = probs_ + (k + i) * kLanes<T> + v * kWidth<T>;
+            const Vec<T> x = exp2_or_zero<T>(load(cell));
+            store(cell, x);
+            sum += x;
+          }
+          tile_sum[v] += sum;
+        });
+      }
+    });
   }
 
   // Dropout comes after the sum: the kept weights grow, the denominator stays.

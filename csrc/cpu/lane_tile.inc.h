@@ -235,8 +235,9 @@ inline void product_tile(const StagedRows<T>& rows, const T* lanes, int64_t dept
                          int64_t out_stride) {
   const int64_t most = depth <= kBlockDepth ? kBlockDepth : kWideBlockDepth;
   with_constant<Tuning::kLaneVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
-    for_row_blocks(s.begin, s.end, [&](int64_t k, auto count) {
-      constexpr int kRows = decltype(count)::value, kN = decltype(vectors)::value;
+    constexpr int kN = decltype(vectors)::value;
+    for_row_blocks<kBlockRows<kN>>(s.begin, s.end, [&](int64_t k, auto count) {
+      constexpr int kRows = decltype(count)::value;
       T* block = out + k * out_stride + s.first_vector * kWidth<T>;
       int64_t d = 0;
       do {
@@ -257,16 +258,21 @@ inline void product_tile(const StagedRows<T>& rows, const T* lanes, int64_t dept
 }
 
 // out[column][lane] += sum_k rows[k][column] * cells[k][lane] over the keys of a segment.
+template <class T, int kN>
+__attribute__((noinline)) void add_transposed_product(const T* rows, int64_t rows_stride, int64_t columns, const T* cells,
+                                                      int64_t cells_stride, int64_t depth, T* out) {
+  for_row_blocks<kBlockRows<kN>>(0, columns, [=](int64_t c, auto count) __attribute__((always_inline)) {
+    broadcast_columns<T, decltype(count)::value, kN>(rows + c, rows_stride, cells, cells_stride, depth,
+                                                     out + c * kLanes<T>, kLanes<T>);
+  });
+}
 template <class T>
 inline void add_transposed_product(const StagedRows<T>& rows, int64_t columns, const Segment& s, const T* cells,
                                    int64_t cells_stride, T* out) {
-  const T* first_row = rows.data + s.begin * rows.stride;
-  const T* first_cell = cells + s.begin * cells_stride + s.first_vector * kWidth<T>;
+  const int64_t first = s.first_vector * kWidth<T>;
   with_constant<Tuning::kLaneVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
-    for_row_blocks(0, columns, [&](int64_t c, auto count) {
-      broadcast_columns<T, decltype(count)::value, decltype(vectors)::value>(
-          first_row + c, rows.stride, first_cell, cells_stride, s.end - s.begin,
-          out + c * kLanes<T> + s.first_vector * kWidth<T>, kLanes<T>);
-    });
+    add_transposed_product<T, decltype(vectors)::value>(rows.data + s.begin * rows.stride, rows.stride, columns,
+                                                        cells + s.begin * cells_stride + first, cells_stride,
+                                                        s.end - s.begin, out + first);
   });
 }

@@ -10,13 +10,24 @@
 template <int kN>
 using Constant = std::integral_constant<int, kN>;
 
-constexpr int kBlockRows = 6;
+// Rows of accumulators beside each other that kVectors vectors wide fill the registers; 8 and 16 divide a
+// diagonal's segments evenly.
+template <int kVectors = Tuning::kLaneVectors>
+constexpr int kBlockRows = 16 * kVectors <= 6 * Tuning::kLaneVectors  ? 16
+                           : 8 * kVectors <= 6 * Tuning::kLaneVectors ? 8
+                                                                      : 6;
 
-// f(first, Constant<rows>) for [begin, end) in blocks of 6 rows and a tail of 4, 2, 1.
-template <class F>
+// f(first, Constant<rows>) for [begin, end) in blocks of kRows rows and a tail of 8, 4, 2, 1.
+template <int kRows = kBlockRows<>, class F>
 ATTENTION_EXT_INLINE void for_row_blocks(int64_t begin, int64_t end, F&& f) {
   int64_t i = begin;
-  for (; i + kBlockRows <= end; i += kBlockRows) f(i, Constant<kBlockRows>{});
+  for (; i + kRows <= end; i += kRows) f(i, Constant<kRows>{});
+  if constexpr (kRows > 8) {
+    if (end - i >= 8) {
+      f(i, Constant<8>{});
+      i += 8;
+    }
+  }
   if (end - i >= 4) {
     f(i, Constant<4>{});
     i += 4;
@@ -89,6 +100,18 @@ ATTENTION_EXT_INLINE void broadcast_columns(const T* __restrict a, int64_t a_str
 
 // c[i][column] += sum over r in [first, last) of a[i][r] * b[r][column], for kRows rows i and whole vectors of
 // columns, in strips of about equal width: dV and dK.
+template <class T, int kRows, int kVectors>
+__attribute__((noinline)) void add_product(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth,
+                                           T* c, int64_t c_stride) {
+  Vec<T> sum[kRows][kVectors];
+  broadcast_rows<T, kRows, kVectors>(a, a_stride, b, b_stride, depth, sum);
+  for (int i = 0; i < kRows; ++i) {
+    for (int v = 0; v < kVectors; ++v) {
+      T* out = c + i * c_stride + v * kWidth<T>;
+      store(out, load(out) + sum[i][v]);
+    }
+  }
+}
 template <class T, int kRows>
 inline void add_product(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t first, int64_t last,
                         int64_t columns, T* c, int64_t c_stride) {
@@ -98,15 +121,8 @@ inline void add_product(const T* a, int64_t a_stride, const T* b, int64_t b_stri
   for (int64_t s = 0; s < strips; ++s) {
     const int64_t left = vectors * s / strips * kWidth<T>, right = vectors * (s + 1) / strips * kWidth<T>;
     with_constant<most>((right - left) / kWidth<T>, [&](auto width) {
-      constexpr int kVectors = decltype(width)::value;
-      Vec<T> sum[kRows][kVectors];
-      broadcast_rows<T, kRows, kVectors>(a + first, a_stride, b + first * b_stride + left, b_stride, last - first, sum);
-      for (int i = 0; i < kRows; ++i) {
-        for (int v = 0; v < kVectors; ++v) {
-          T* out = c + i * c_stride + left + v * kWidth<T>;
-          store(out, load(out) + sum[i][v]);
-        }
-      }
+      add_product<T, kRows, decltype(width)::value>(a + first, a_stride, b + first * b_stride + left, b_stride,
+                                                    last - first, c + left, c_stride);
     });
   }
 }
