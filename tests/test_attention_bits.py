@@ -172,3 +172,17 @@ def test_a_prefill_in_chunks_equals_one_causal_pass(chunks):
         part = attention(query, key, value, is_causal=True, causal_variant="lower_right")
         assert_close(part, whole[..., start:stop, :])
         start = stop
+
+
+@pytest.mark.parametrize("mask", ["bool", "float"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_mask_gives_a_row_the_same_bits_beside_a_row_of_large_scores(dtype, mask):
+    """Of which a kernel might take a shorter way: without those no reference can move."""
+    query, key, value = (torch.randn(1, 1, 70, 8).to(dtype) for _ in range(3))
+    attn_mask = torch.rand(70, 70) < 0.7 if mask == "bool" else torch.randn(70, 70).to(dtype)
+    attn_mask[3:5] = True if mask == "bool" else -torch.inf
+    expected = attention(query, key, value, attn_mask=attn_mask)
+    query[..., 40, :] *= 1000.0
+    actual = attention(query, key, value, attn_mask=attn_mask)
+    others = torch.arange(70) != 40
+    assert_same_bits(actual[..., others, :], expected[..., others, :])

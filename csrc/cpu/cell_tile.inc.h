@@ -35,6 +35,7 @@ struct CellTile {
   const LaneIntervals<T> intervals;
   MaskTile mask = MaskTile::kNone;
   const T* addend = nullptr;   // [kBlockKV][kLanes], if mask is kMixed; -infinity hides
+  T largest_addend = T(0);     // in size, of those that do not hide
   const T* dropout = nullptr;  // [kBlockKV][kLanes], if there is dropout: 0 or 1 / (1 - p)
 
   CellTile(const LaneTile<T>& tile, int64_t first, int64_t count)
@@ -95,11 +96,11 @@ inline MaskTile scan_bools(const char* const* row, int64_t rows, int64_t count) 
   return all == 0x0101010101010101u ? MaskTile::kNone : MaskTile::kMixed;
 }
 
-// Fills out[key][lane] with the mask's addends, in powers of two, for the keys [begin, end) of the kv tile at first_key. kNone if
-// every addend is 0 there, kAllHidden if every one hides.
+// Fills out[key][lane] with the mask's addends, in powers of two, for the keys [begin, end) of the kv tile at
+// first_key, and says how large they get. kNone if every addend is 0 there, kAllHidden if every one hides.
 template <class T>
 inline MaskTile pack_mask(const TensorView& view, const LaneTile<T>& tile, int64_t first_key, int64_t begin,
-                          int64_t end, T* __restrict out) {
+                          int64_t end, T* __restrict out, T& largest_addend) {
   constexpr int w = kWidth<T>;
   const int64_t vectors = tile.vectors(), lanes = vectors * w;
   const int64_t skip = (first_key + begin) * view.column_stride * size_of(view.dtype);
@@ -124,15 +125,20 @@ inline MaskTile pack_mask(const TensorView& view, const LaneTile<T>& tile, int64
   } else {
     pack_lanes<T>(rows, lanes, kLanes<T>, out);
   }
+  if (view.dtype == DType::kBool && view.column_stride == 1) return MaskTile::kMixed;  // only 0 and -infinity
   Mask<T> some_shown = {}, some_changed = {};
+  Vec<T> largest = {};
   for (int64_t k = 0; k < end - begin; ++k) {
     for (int v = 0; v < vectors; ++v) {
       const Vec<T> x = draw_together<T>(load(out + k * kLanes<T> + v * w)) * kLog2E<T>;
       store(out + k * kLanes<T> + v * w, x);
-      some_shown |= x != -kInfinity<T>;
+      const Mask<T> shown = x != -kInfinity<T>;
+      some_shown |= shown;
       some_changed |= x != T(0);
+      largest = maximum(keep<T>(shown, x < T(0) ? -x : x), largest);
     }
   }
+  largest_addend = horizontal_max<T>(largest);
   if (!any(some_shown)) return MaskTile::kAllHidden;
   return any(some_changed) ? MaskTile::kMixed : MaskTile::kNone;
 }

@@ -11,8 +11,9 @@
 //     5. accumulate  acc^T[column][lane] += V^T dropout(P^T)
 // then output = acc / l, transposed back into the caller's layout.
 //
-// Where |q||k| bounds every score of the tile and nothing modifies them, no m can move and steps 1 to 4 are one pass with the scores in
-// registers; otherwise they are three passes over a tile in the L1 cache, with the same bits for every row.
+// Where |q||k| and the mask's addends bound every score of the tile and nothing else modifies them, no m can move
+// and steps 1 to 4 are one pass with the scores in registers; otherwise they are three passes over a tile in the L1
+// cache, with the same bits for every row.
 
 template <class T>
 class Forward {
@@ -91,14 +92,15 @@ class Forward {
     CellTile<T> cells(tile_[t], first_key_, count_);
     if (cells.empty()) return;
     if (p_.attn_mask.data) {
-      cells.mask = pack_mask(p_.attn_mask, tile_[t], first_key_, cells.begin(), cells.end(), addend_);
+      cells.mask = pack_mask(p_.attn_mask, tile_[t], first_key_, cells.begin(), cells.end(), addend_,
+                             cells.largest_addend);
       cells.addend = addend_;
       if (cells.empty()) return;
     }
-    const T bound = query_bound_[t];
+    const T bound = query_bound_[t] - cells.largest_addend;
     const bool bounded = bound > T(0) && query_norm2_[t] * key_.norm2 <= bound * bound;
     Vec<T> tile_sum[kVectors] = {};
-    if (cells.mask == MaskTile::kNone && bounded && score_.plain() && p_.head_dim <= kBlockDepth) {
+    if (bounded && score_.plain() && p_.head_dim <= kBlockDepth) {
       for (int s = 0; s < cells.segments.size; ++s) bounded_probs(t, cells.segments.segment[s], cells, tile_sum);
     } else {
       general_probs(t, cells, tile_sum);
@@ -119,20 +121,30 @@ class Forward {
   // Steps 1 to 4 in one pass: no score of the tile can move a reference.
   void bounded_probs(int64_t t, const Segment& s, const CellTile<T>& cells, Vec<T>* tile_sum) {
     with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
-      if (s.partial) {
-        bounded_probs<decltype(vectors)::value, true>(t, s, cells, tile_sum);
+      constexpr int kN = decltype(vectors)::value;
+      const auto with_mask = [&](auto masked) {
+        constexpr bool kMasked = decltype(masked)::value;
+        if (s.partial) {
+          bounded_probs<kN, true, kMasked>(t, s, cells, tile_sum);
+        } else {
+          bounded_probs<kN, false, kMasked>(t, s, cells, tile_sum);
+        }
+      };
+      if (cells.mask == MaskTile::kMixed) {
+        with_mask(std::true_type{});
       } else {
-        bounded_probs<decltype(vectors)::value, false>(t, s, cells, tile_sum);
+        with_mask(std::false_type{});
       }
     });
   }
-  template <int kN, bool kPartial>
+  template <int kN, bool kPartial, bool kMasked>
   __attribute__((noinline)) void bounded_probs(int64_t t, const Segment& s, const CellTile<T>& cells, Vec<T>* tile_sum) {
     // Local copies: the stores below might change members, for all that the compiler knows.
     const int first_vector = s.first_vector;
     const SoftmaxState<T>* const state = state_ + t * kVectors + first_vector;
     const T* const query = query_of(t, s);
     T* const __restrict probs = probs_ + first_vector * kWidth<T>;
+    const T* const __restrict addend = addend_ + first_vector * kWidth<T>;
     Vec<T>* const total = tile_sum + first_vector;
     const StagedRows<T> key = key_;
     const ScoreParams<T> score = score_;
@@ -146,7 +158,12 @@ class Forward {
       for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
         for (int v = 0; v < kN; ++v) {
-          Vec<T> x = exp2_bounded(plain_exponent(score, dot[i][v], state[v].reference));
+          Vec<T> x = plain_exponent(score, dot[i][v], state[v].reference);
+          if (kMasked) {
+            x = exp2_or_zero<T>(x + load(addend + (k + i) * kLanes<T> + v * kWidth<T>));
+          } else {
+            x = exp2_bounded(x);
+          }
           if (kPartial) x = keep<T>(cells.intervals.visible(first_vector + v, k + i), x);
           store(probs + (k + i) * kLanes<T> + v * kWidth<T>, x);
           sum[v] += x;

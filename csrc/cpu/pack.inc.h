@@ -14,10 +14,6 @@ struct Bool {
 typedef uint16_t HalfVec __attribute__((vector_size(Tuning::kVectorBytes / 2)));  // kWidth<float> half-width numbers
 typedef uint32_t UnsignedVec __attribute__((vector_size(Tuning::kVectorBytes)));
 typedef float HalfFloatVec __attribute__((vector_size(Tuning::kVectorBytes / 2)));
-template <class T>
-struct ByteVecOf {
-  typedef uint8_t type __attribute__((vector_size(VecTypes<T>::kWidth)));
-};
 
 template <class T>
 constexpr int64_t round_up_to_vector(int64_t n) {
@@ -50,10 +46,9 @@ ATTENTION_EXT_INLINE Vec<T> load_as(const Float16* p) {
 // A bool mask is an addend: 0 where the key may be seen, -infinity where it is hidden.
 template <class T>
 ATTENTION_EXT_INLINE Vec<T> load_as(const Bool* p) {
-  typename ByteVecOf<T>::type b;
-  memcpy(&b, p, sizeof(b));
-  const Mask<T> hidden = __builtin_convertvector(b, Mask<T>) == Mask<T>{};
-  return keep<T>(hidden, broadcast(-kInfinity<T>));
+  Mask<T> bytes;
+  load_bytes(&p->bits, bytes);
+  return keep<T>(bytes == Mask<T>{}, broadcast(-kInfinity<T>));
 }
 
 ATTENTION_EXT_INLINE void store_as(float* p, Vec<float> x) { store(p, x); }

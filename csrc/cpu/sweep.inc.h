@@ -185,7 +185,8 @@ class Sweep {
     CellTile<T> cells(tile_[t], first_key_, count_);
     if (cells.empty()) return cells;
     if (p_.attn_mask.data) {
-      cells.mask = pack_mask(p_.attn_mask, tile_[t], first_key_, cells.begin(), cells.end(), addend_);
+      cells.mask = pack_mask(p_.attn_mask, tile_[t], first_key_, cells.begin(), cells.end(), addend_,
+                             cells.largest_addend);
       cells.addend = addend_;
     }
     if (p_.dropout.probability > 0) {

@@ -19,6 +19,14 @@ inline Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) { return _mm256_
 inline Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) { return _mm256_fmadd_pd(a, b, c); }
 inline bool any(Mask<float> m) { return _mm256_movemask_ps(reinterpret_cast<__m256>(m)) != 0; }
 inline bool any(Mask<double> m) { return _mm256_movemask_pd(reinterpret_cast<__m256d>(m)) != 0; }
+inline void load_bytes(const uint8_t* p, Mask<float>& m) {
+  m = reinterpret_cast<Mask<float>>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline void load_bytes(const uint8_t* p, Mask<double>& m) {
+  int four;
+  memcpy(&four, p, sizeof(four));
+  m = reinterpret_cast<Mask<double>>(_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four)));
+}
 inline Vec<float> load_bfloat16(const uint16_t* p) {
   const __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return reinterpret_cast<Vec<float>>(_mm256_slli_epi32(x, 16));

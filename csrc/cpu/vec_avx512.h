@@ -24,6 +24,14 @@ inline bool any(Mask<float> m) {
 inline bool any(Mask<double> m) {
   return _mm512_movepi64_mask(reinterpret_cast<__m512i>(m)) != 0;
 }
+inline void load_bytes(const uint8_t* p, Mask<float>& m) {
+  m = reinterpret_cast<Mask<float>>(
+      _mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline void load_bytes(const uint8_t* p, Mask<double>& m) {
+  m = reinterpret_cast<Mask<double>>(
+      _mm512_maskz_cvtepu8_epi64(0xff, _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
 // The zero-masked forms: GCC 12 warns of the others' undefined destination.
 inline Vec<float> load_bfloat16(const uint16_t* p) {
   const __m512i x = _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

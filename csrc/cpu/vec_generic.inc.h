@@ -32,6 +32,10 @@ inline float bits_to_float(uint32_t bits) {
   return value;
 }
 
+template <class M>
+inline void load_bytes(const uint8_t* p, M& m) {
+  for (size_t i = 0; i < sizeof(M) / sizeof(m[0]); ++i) m[i] = p[i];
+}
 inline Vec<float> load_bfloat16(const uint16_t* p) {
   typedef uint16_t Half __attribute__((vector_size(Tuning::kVectorBytes / 2)));
   Half h;
