@@ -161,16 +161,20 @@ class CacheRows:
         indices: which ones, or None: all.
 
     Attributes:
-        indices: the rows of the cache, on the host.
+        indices: the rows of the cache, on the host. A compiled step reads their number alone, so
+            that it serves any rows.
+        count: how many there are.
     """
 
     def __init__(self, cache: DecoderCache, indices: Sequence[int] | None = None) -> None:
         self.cache = cache
         self.indices: Sequence[int] = range(cache.batch_size)
+        self.count = cache.batch_size
         self._index: Tensor | None = None
         if indices is not None:
             function = f"{type(cache).__name__}.rows"
             self.indices = _checked_rows(function, cache.batch_size, indices)
+            self.count = len(self.indices)
             with torch.inference_mode(False):
                 self._index = torch.tensor(
                     self.indices, dtype=torch.int64, device=cache.seqlens.device
@@ -205,7 +209,7 @@ class CacheRows:
                 + _differences(cache.config, config)
             )
         for name, own, other, error in (
-            ("batch size of ids", len(self.indices), batch_size, ArgumentError),
+            ("batch size of ids", self.count, batch_size, ArgumentError),
             ("dtype of the weights", cache.keys.dtype, dtype, ArgumentTypeError),
             ("device of the weights", cache.keys.device, device, ArgumentError),
         ):
@@ -227,8 +231,8 @@ class CacheRows:
                 counts the operator may be the one that finds out, before it writes.
         """
         if counts is None:
-            if length and self.indices:
-                self.cache.make_room(self.indices, [length] * len(self.indices))
+            if length and self.count:
+                self.cache.make_room(self.indices, [length] * self.count)
                 return (self._write(length, None, self.indices, self._index),)
             return ()
         self.check_room(counts)
