@@ -1,4 +1,4 @@
-"""The cache in pages: the same results, memory as rows grow, shared prefixes, and what it refuses."""
+"""The cache in pages: same results, memory as rows grow, shared prefixes, and what it refuses."""
 
 import pytest
 import torch
