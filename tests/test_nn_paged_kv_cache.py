@@ -88,39 +88,6 @@ def test_rows_take_pages_as_they_grow_and_give_them_back():
     assert tables(cache) == [[], [], []]
 
 
-def test_rows_that_join_and_leave_write_what_they_write_alone():
-    decoder = make_decoder(num_key_value_heads=2)
-    cache = PagedKVCache(decoder.config, 3, 18, page_size=3)
-    texts, written = {}, {}
-    schedule = [{0: 5}, {0: 1, 2: 1}, {2: 4, 1: 4}, {1: 1, 0: 1}, {2: 2}, {0: 3, 1: 3, 2: 3}]
-    for step, rows in enumerate(schedule):
-        if step == 4:
-            cache.rows([2]).reset()
-            texts.pop(2)
-            written.pop(2)
-        ids = random_ids(len(rows), next(iter(rows.values())))
-        logits = decoder(ids, cache=cache.rows(list(rows)))
-        for row, new, own in zip(rows, ids, logits, strict=True):
-            texts.setdefault(row, []).append(new)
-            written.setdefault(row, []).append(own)
-    assert cache.seqlens.tolist() == [sum(map(len, texts[row])) for row in range(3)]
-    for row, parts in texts.items():
-        close(torch.cat(written[row]), decoder(torch.cat(parts)[None])[0].detach())
-
-
-def test_padded_rows_of_a_selection():
-    decoder = make_decoder()
-    cache = PagedKVCache(decoder.config, 4, 20, page_size=2)
-    decoder(random_ids(1, 3), cache=cache.rows([1]))
-    before = cache.seqlens.clone()
-    rows = [random_ids(1, length)[0] for length in (2, 6)]
-    ids, mask = pad(rows, "right", filler=99)
-    logits = decoder(ids, cache=cache.rows([3, 0]), attention_mask=mask)
-    for own, real, row in zip(logits, mask, rows, strict=True):
-        close(own[real], decoder(row[None])[0].detach())
-    assert (cache.seqlens - before).tolist() == [6, 0, 0, 2]
-
-
 # ---- shared prefixes ----
 
 
@@ -208,30 +175,6 @@ def test_wrong_tokens_leave_the_cache_as_it_was():
     with pytest.raises(ArgumentError, match="max_position_embeddings = 24 positions, got 25"):
         decoder(random_ids(1, 5), cache=cache)
     assert unchanged(cache, before)
-
-
-@pytest.mark.parametrize("cache_type", [KVCache, PagedKVCache])
-@pytest.mark.parametrize(
-    ("rows", "error", "sentence"),
-    [
-        ([0, 3], ArgumentError, r"expected rows from 0 to 2, got \[0, 3\]"),
-        ([-1], ArgumentError, r"expected rows from 0 to 2, got \[-1\]"),
-        ([1, 1], ArgumentError, r"expected distinct rows, got \[1, 1\]"),
-        (1, ArgumentTypeError, "expected a sequence of rows, got 1"),
-        (["a"], ArgumentError, r"expected rows from 0 to 2, got \['a'\]"),
-    ],
-)
-def test_rows_are_distinct_and_exist(cache_type, rows, error, sentence):
-    cache = cache_type(make_config(), 3, 8)
-    with pytest.raises(error, match=f"^{cache_type.__name__}.rows: {sentence}"):
-        cache.rows(rows)
-
-
-def test_a_selection_has_as_many_rows_as_ids():
-    decoder = make_decoder()
-    cache = PagedKVCache(decoder.config, 3, 8)
-    with pytest.raises(ArgumentError, match="a cache of the batch size of ids, 1, got 2"):
-        decoder(random_ids(1, 2), cache=cache.rows([0, 1]))
 
 
 def test_a_prefix_is_one_that_the_source_has_and_begins_an_empty_row():

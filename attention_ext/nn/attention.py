@@ -79,6 +79,7 @@ class Attention(nn.Module):
         query_key = (sizes.num_heads + sizes.num_kv_heads) * sizes.head_dim
         values = sizes.num_kv_heads * sizes.value_dim
         self.widths = [query_key, values]
+        self.head_counts = [sizes.num_heads, sizes.num_kv_heads]
         bias = config.attention_bias
         self.qkv_proj = nn.Linear(config.hidden_size, query_key + values, bias=bias)
         self.o_proj = nn.Linear(sizes.num_heads * sizes.value_dim, config.hidden_size, bias=bias)
@@ -185,17 +186,18 @@ class Attention(nn.Module):
     def _project(self, x: Tensor, rotary: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as (batch, heads, L, width) views."""
         sizes = self.sizes
-        query_key, value = self.qkv_proj(x).split(self.widths, dim=-1)
-        query_key = query_key.unflatten(-1, (-1, sizes.head_dim))  # (batch, L, q and k heads, D)
-        value = value.unflatten(-1, (-1, sizes.value_dim))
-        heads = [sizes.num_heads, sizes.num_kv_heads]
+        batch, length, _ = x.shape
+        # Methods of the tensor itself: `split` and `unflatten` are Python, 3 microseconds each.
+        query_key, value = self.qkv_proj(x).split_with_sizes(self.widths, -1)
+        query_key = query_key.view(batch, length, sum(self.head_counts), sizes.head_dim)
+        value = value.view(batch, length, sizes.num_kv_heads, sizes.value_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = query_key.split(heads, dim=-2)
+            query, key = query_key.split_with_sizes(self.head_counts, -2)
             query, key = self.q_norm(query), self.k_norm(key)
             if rotary is not None:
                 query, key = rotate(query, rotary), rotate(key, rotary)
         else:
             if rotary is not None:
                 query_key = rotate(query_key, rotary)
-            query, key = query_key.split(heads, dim=-2)
+            query, key = query_key.split_with_sizes(self.head_counts, -2)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
