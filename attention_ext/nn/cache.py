@@ -230,7 +230,7 @@ class CacheRows:
             ArgumentError: a row would grow beyond the cache or the decoder's positions. With equal
                 counts the operator may be the one that finds out, before it writes.
         """
-        if counts is None:
+        if counts is None or set(counts) == {length}:
             if length and self.count:
                 self.cache.make_room(self.indices, [length] * self.count)
                 return (self._write(length, None, self.indices, self._index),)
