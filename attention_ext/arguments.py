@@ -45,14 +45,15 @@ def options_of(
         numbers = {"softcap": softcap, "dropout_p": dropout_p}
         if error := wrong_type("scaled_dot_product_attention", numbers):
             raise error
-    left, right = _window(window_size)
+    left, right = window_of(window_size)
     softcap = 0.0 if softcap is None else float(softcap)
     dropout_p = float(dropout_p)  # True and False too, as of `training and p`
     seed = _draw_seed(query, dropout_p) if dropout_p != 0.0 else None
     return left, right, softcap, dropout_p, alibi_slopes, sinks, seqused_k, seed
 
 
-def _window(window_size: Any) -> tuple[int, int]:
+def window_of(window_size: Any) -> tuple[int, int]:
+    """Read `window_size`."""
     if window_size == UNLIMITED:
         return UNLIMITED
     sides = tuple(window_size) if isinstance(window_size, tuple | list) else (None,)

@@ -1,14 +1,16 @@
 """Attention over a cache of keys and values: the step of cached decoding."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from . import reference
-from .arguments import UNLIMITED
-from .errors import ArgumentError
+from . import library, reference
+from .arguments import UNLIMITED, window_of
+from .autograd import is_transformed
+from .errors import TRANSLATED, ArgumentError, translate, wrong_type
 from .functional import AttentionResult
+from .paths import traced_transform
 from .reference import CacheCall
 
 
@@ -193,22 +195,72 @@ def attention_with_kv_cache(
         >>> whole = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         >>> torch.testing.assert_close(torch.cat(parts, dim=2), whole)
     """
-    call = CacheCall(
-        query, key_cache, value_cache, cache_seqlens, key, value, block_table, cache_batch_idx,
-        rotary_cos, rotary_sin, rotary_interleaved, *window_size, softcap or 0.0, alibi_slopes,
-        sinks, scale,
-    )  # fmt: skip
-    if torch.is_grad_enabled():
-        _check_inference(call)
-    output, lse = reference.attention_with_kv_cache(call)
+    try:
+        call: tuple[Any, ...] = query, key_cache, value_cache, cache_seqlens, key, value
+        if (
+            window_size != UNLIMITED
+            or rotary_interleaved is not False
+            or softcap is not None
+            or scale is not None
+            or block_table is not None
+            or cache_batch_idx is not None
+            or rotary_cos is not None
+            or rotary_sin is not None
+            or alibi_slopes is not None
+            or sinks is not None
+        ):  # each argument costs time
+            numbers = {"rotary_interleaved": rotary_interleaved, "softcap": softcap, "scale": scale}
+            if error := wrong_type("attention_with_kv_cache", numbers):
+                raise error  # the dispatcher would make something of it
+            call += block_table, cache_batch_idx, rotary_cos, rotary_sin, rotary_interleaved
+            call += *window_of(window_size), softcap or 0.0, alibi_slopes, sinks, scale
+        if torch.is_grad_enabled():
+            _check_gradients(call)
+        if _is_transformed():
+            raise NotImplementedError(
+                "attention_with_kv_cache: expected a call outside of torch.func transforms and "
+                "forward mode, got one inside: it is for inference, use "
+                "attention_ext.scaled_dot_product_attention there"
+            )
+        if rotary_cos is not None and rotary_sin is not None:
+            library.check_cache(CacheCall(*call))
+            output, lse = reference.attention_with_kv_cache(CacheCall(*call))
+        else:
+            output, lse = library.attention_with_kv_cache(*call)
+    except TRANSLATED as raised:
+        if torch.compiler.is_compiling():
+            raise  # Dynamo wraps it in a type of its own
+        arguments = {
+            "query": query,
+            "key_cache": key_cache,
+            "value_cache": value_cache,
+            "cache_seqlens": cache_seqlens,
+            **{name: x for name, x in (("key", key), ("value", value)) if x is not None},
+            "block_table": block_table,
+            "cache_batch_idx": cache_batch_idx,
+            "rotary_cos": rotary_cos,
+            "rotary_sin": rotary_sin,
+            "rotary_interleaved": rotary_interleaved,
+            "window_size": window_size,
+            "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "scale": scale,
+        }
+        raise translate(raised, "attention_with_kv_cache", arguments) from None
     return AttentionResult(output, lse) if return_lse else output
 
 
-def _check_inference(call: CacheCall) -> None:
+def _check_gradients(call: tuple[Any, ...]) -> None:
     """There is no derivative, so nothing may ask for one."""
-    for name, argument in call._asdict().items():
+    for place, argument in enumerate(call):
         if isinstance(argument, Tensor) and argument.requires_grad:
             raise ArgumentError(
                 "attention_with_kv_cache: expected inputs without gradient, got "
-                f"{name} that requires grad: call under torch.no_grad() or torch.inference_mode()"
+                f"{CacheCall._fields[place]} that requires grad: call under torch.no_grad() or "
+                "torch.inference_mode()"
             )
+
+
+def _is_transformed() -> bool:
+    return traced_transform() if torch.compiler.is_compiling() else is_transformed()

@@ -41,10 +41,13 @@ _KINDS: dict[str, type[Exception]] = {
 _MARKED = re.compile(r"\[(value|type|unsupported)\] \w+: ([^\n]+)")
 _OURS = re.compile(r"\w+: (expected .*)")
 
-_BOOLS = ("is_causal", "enable_gqa")
+_BOOLS = ("is_causal", "enable_gqa", "rotary_interleaved")
 _NUMBERS = ("scale", "softcap", "dropout_p")
 _INTEGERS = ("max_q", "max_k", "num_splits")
-_OPTIONAL = ("attn_mask", "alibi_slopes", "sinks", "seqused_k", "cu_seq_k", "block_table")
+_OPTIONAL = (
+    "attn_mask", "alibi_slopes", "sinks", "seqused_k", "cu_seq_k", "block_table",
+    "cache_batch_idx", "rotary_cos", "rotary_sin",
+)  # fmt: skip
 _OTHER = ("window_size",)  # checked where it is read
 _DEVICES = ("cpu", "meta")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import translate, wrong_type
-from .reference import Call, leading_shape
+from .reference import CacheCall, Call, leading_shape
 
 LIBRARY_PATH = Path(__file__).parent / "_C.so"
 
@@ -46,7 +46,9 @@ weights: Callable[..., Tensor] = _ops.weights.default
 tangent: Callable[..., tuple[Tensor, Tensor]] = _ops.tangent.default
 backward_tangent: Callable[..., tuple[Tensor, ...]] = _ops.backward_tangent.default
 mask_gradient_tangent: Callable[..., Tensor] = _ops.mask_gradient_tangent.default
+attention_with_kv_cache: Callable[..., tuple[Tensor, Tensor]] = _ops.attention_with_kv_cache.default
 _check_forward: Callable[..., None] = _ops.check_forward.default
+_check_cache: Callable[..., None] = _ops.check_cache.default
 cpu_capability: Callable[[], str] = _ops.cpu_capability.default
 
 
@@ -137,6 +139,14 @@ def _tangent_fake(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
     return moved, query.new_empty(output.shape[:-1], dtype=_sum_dtype(query))
 
 
+def _attention_with_kv_cache_fake(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    call = CacheCall(*arguments, **named)
+    check_cache(call)
+    rows = tuple(call.query.shape[:-1])
+    output = _empty_ordered_like(call.query, (*rows, call.value_cache.shape[-1]))
+    return output, call.query.new_empty(rows, dtype=_sum_dtype(call.query))
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "forward": _forward_fake,
     "weights": _weights_fake,
@@ -145,6 +155,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "tangent": _tangent_fake,
     "backward_tangent": _backward_tangent_fake,
     "mask_gradient_tangent": _mask_gradient_tangent_fake,
+    "attention_with_kv_cache": _attention_with_kv_cache_fake,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"attention_ext::{_name}", _fake)
@@ -161,16 +172,40 @@ _CHECKED = (
 
 
 def check(call: Call) -> None:
-    """Give a wrong call the text that the real operator gives it.
+    """Give a wrong call the text that the real operator gives it."""
+    function = "scaled_dot_product_attention" if call.cu_seq_q is None else "varlen_attn"
+    tensors = {name: getattr(call, name) for name in _CHECKED}
+    numbers = (call.window_left, call.window_right, call.softcap, call.dropout_p)
+    _check(function, tensors, 3, _check_forward, (call.enable_gqa, *numbers))
+
+
+def check_cache(call: CacheCall) -> None:
+    """The same for `attention_with_kv_cache`; what lengths and tables hold is not looked at."""
+    numbers = (call.window_left, call.window_right, call.softcap)
+    tensors = {
+        name: x
+        for name, x in call._asdict().items()
+        if name not in ("rotary_interleaved", "window_left", "window_right", "softcap", "scale")
+    }
+    _check("attention_with_kv_cache", tensors, 4, _check_cache, numbers)
+
+
+def _check(
+    function: str,
+    tensors: dict[str, Tensor | None],
+    required: int,
+    operator: Callable[..., None],
+    numbers: tuple[Any, ...],
+) -> None:
+    """Check shapes and dtypes; the first tensors are required.
 
     Symbolic sizes are checked by their example, which adds no guard.
     """
-    function = "scaled_dot_product_attention" if call.cu_seq_q is None else "varlen_attn"
-    tensors = {name: getattr(call, name) for name in _CHECKED}
-    given = {name: x for name, x in tensors.items() if x is not None or name in _CHECKED[:3]}
+    always = list(tensors)[:required]
+    given = {name: x for name, x in tensors.items() if x is not None or name in always}
     if error := wrong_type(function, given):
         raise error
-    present = list(given.values())
+    present = [x for x in given.values() if x is not None]
     if len({tensor.device for tensor in present}) > 1:
         raise translate(RuntimeError("devices"), function, given)
     sizes = []
@@ -181,10 +216,9 @@ def check(call: Call) -> None:
         sizes += example
     ranks = [-1 if tensor is None else tensor.dim() for tensor in tensors.values()]
     dtypes = [-1 if x is None else _scalar_type(x.dtype) for x in tensors.values()]
-    numbers = (call.window_left, call.window_right, call.softcap, call.dropout_p)
     try:
         with _disable_current_modes():
-            _check_forward(ranks, sizes, dtypes, call.enable_gqa, *numbers)
+            operator(ranks, sizes, dtypes, *numbers)
     except RuntimeError as error:
         raise translate(error, function, given) from None
 

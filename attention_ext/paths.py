@@ -48,7 +48,7 @@ def _attention(call: Sequence[Any], with_weights: bool) -> Results:
     needs_grad = torch.is_grad_enabled() and _requires_grad(call)
     if torch.compiler.is_compiling():
         # Dynamo would inline the Function there, and raw operators have no derivative.
-        if _traced_transform() or forward_ad._current_level >= 0:
+        if traced_transform() or forward_ad._current_level >= 0:
             return _definition(call, with_weights)
         if not needs_grad:
             return run_forward(with_weights, *call)[:3]
@@ -136,6 +136,6 @@ def nested_forward_mode() -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _traced_transform() -> bool:
+def traced_transform() -> bool:
     """Inside a torch.func transform, asked while tracing; Dynamo guards on the stack itself."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -1,6 +1,8 @@
 #include "checks.h"
 
+#include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <stdexcept>
 
 namespace attention_ext {
@@ -47,13 +49,34 @@ bool is_complex(ScalarType t) {
   return t == ScalarType::ComplexFloat || t == ScalarType::ComplexDouble || t == ScalarType::ComplexHalf;
 }
 
+void check_floating(const char* function, const TensorInfo& t) {
+  expect(!is_complex(t.dtype), "unsupported", function, "real tensors, got ", t.name, " of ", DtypeName(t.dtype),
+         "; attention of complex tensors is not supported: pass real and imaginary parts apart");
+  expect(is_floating(t.dtype), "type", function, t.name,
+         " of torch.float64, torch.float32, torch.bfloat16 or torch.float16, got ", DtypeName(t.dtype));
+}
+
+// Slopes, sinks, tables of cosines: numbers that stand beside the query.
+void check_beside(const char* function, const TensorInfo& t, const TensorInfo& query) {
+  expect(t.dtype == ScalarType::Float || t.dtype == query.dtype, "type", function, t.name,
+         " of torch.float32 or the query's dtype, got ", t.name, " ", DtypeName(t.dtype), " with query ",
+         DtypeName(query.dtype));
+}
+
+void check_integers(const char* function, const TensorInfo& t) {
+  expect(t.dtype == ScalarType::Int || t.dtype == ScalarType::Long, "type", function, t.name,
+         " of torch.int32 or torch.int64, got ", DtypeName(t.dtype));
+}
+
+void check_window_and_softcap(const char* function, int64_t left, int64_t right, double softcap) {
+  expect(left >= -1 && right >= -1, "value", function,
+         "window_size of two integers of at least -1 (-1: unlimited), got (", left, ", ", right, ")");
+  expect(softcap >= 0 && std::isfinite(softcap), "value", function,
+         "softcap that is positive and finite, or None or 0 for none, got ", softcap);
+}
+
 void check_dtypes(const CallInfo& c) {
-  for (const TensorInfo* t : {&c.query, &c.key, &c.value}) {
-    expect(!is_complex(t->dtype), "unsupported", c.function(), "real tensors, got ", t->name, " of ",
-           DtypeName(t->dtype), "; attention of complex tensors is not supported: pass real and imaginary parts apart");
-    expect(is_floating(t->dtype), "type", c.function(), t->name,
-           " of torch.float64, torch.float32, torch.bfloat16 or torch.float16, got ", DtypeName(t->dtype));
-  }
+  for (const TensorInfo* t : {&c.query, &c.key, &c.value}) check_floating(c.function(), *t);
   expect(c.key.dtype == c.query.dtype && c.value.dtype == c.query.dtype, "type", c.function(),
          "query, key and value of one dtype, got query ", DtypeName(c.query.dtype), ", key ",
          DtypeName(c.key.dtype), ", value ", DtypeName(c.value.dtype));
@@ -64,15 +87,10 @@ void check_dtypes(const CallInfo& c) {
            " with query ", DtypeName(c.query.dtype));
   }
   for (const auto* t : {&c.alibi_slopes, &c.sinks}) {
-    if (!*t) continue;
-    expect((*t)->dtype == ScalarType::Float || (*t)->dtype == c.query.dtype, "type", c.function(), (*t)->name,
-           " of torch.float32 or the query's dtype, got ", (*t)->name, " ", DtypeName((*t)->dtype), " with query ",
-           DtypeName(c.query.dtype));
+    if (*t) check_beside(c.function(), **t, c.query);
   }
   for (const auto* t : {&c.seqused_k, &c.cu_seq_q, &c.cu_seq_k}) {
-    if (!*t) continue;
-    expect((*t)->dtype == ScalarType::Int || (*t)->dtype == ScalarType::Long, "type", c.function(), (*t)->name,
-           " of torch.int32 or torch.int64, got ", DtypeName((*t)->dtype));
+    if (*t) check_integers(c.function(), **t);
   }
 }
 
@@ -169,10 +187,7 @@ void check_per_batch(const CallInfo& c, const TensorInfo& t, int64_t trailing, c
 }
 
 void check_options(const CallInfo& c) {
-  expect(c.window_left >= -1 && c.window_right >= -1, "value", c.function(),
-         "window_size of two integers of at least -1 (-1: unlimited), got (", c.window_left, ", ", c.window_right, ")");
-  expect(c.softcap >= 0 && std::isfinite(c.softcap), "value", c.function(),
-         "softcap that is positive and finite, or None or 0 for none, got ", c.softcap);
+  check_window_and_softcap(c.function(), c.window_left, c.window_right, c.softcap);
   expect(c.dropout_p >= 0 && c.dropout_p <= 1, "value", c.function(), "dropout_p from 0 to 1, got ", c.dropout_p);
   const int64_t heads = c.packed() || c.enable_gqa ? heads_of(c, c.query) : broadcast_size(c, 3);
   if (c.packed()) {
@@ -199,6 +214,103 @@ void check_options(const CallInfo& c) {
   if (c.seqused_k) check_per_batch(c, *c.seqused_k, -1, "(*batch,)");
 }
 
+// ---- attention_with_kv_cache ----
+
+constexpr const char* kCached = CacheCallInfo::kFunction;
+
+bool has_shape(const TensorInfo& t, std::initializer_list<int64_t> shape) {
+  return t.dim == static_cast<int64_t>(shape.size()) && std::equal(shape.begin(), shape.end(), t.size);
+}
+
+void expect_both(const std::optional<TensorInfo>& a, const std::optional<TensorInfo>& b, const char* names) {
+  if (a.has_value() != b.has_value()) {
+    expect(false, "value", kCached, names, " together or neither, got ", (a ? a : b)->name, " alone");
+  }
+}
+
+void check_cache_presence(const CacheCallInfo& c) {
+  expect_both(c.key, c.value, "key and value");
+  expect_both(c.rotary_cos, c.rotary_sin, "rotary_cos and rotary_sin");
+  expect(!c.block_table || !c.cache_batch_idx, "value", kCached,
+         "block_table or cache_batch_idx, got both: with pages the table says where a sequence is");
+}
+
+void check_cache_dtypes(const CacheCallInfo& c) {
+  check_floating(kCached, c.query);
+  const auto same = [&](const TensorInfo& t) {
+    expect(t.dtype == c.query.dtype, "type", kCached, t.name, " of the query's dtype, ", DtypeName(c.query.dtype),
+           ", got ", DtypeName(t.dtype));
+  };
+  same(c.key_cache);
+  same(c.value_cache);
+  if (c.key) same(*c.key);
+  if (c.value) same(*c.value);
+  check_integers(kCached, c.cache_seqlens);
+  for (const auto* t : {&c.block_table, &c.cache_batch_idx}) {
+    if (*t) check_integers(kCached, **t);
+  }
+  for (const auto* t : {&c.rotary_cos, &c.rotary_sin, &c.alibi_slopes, &c.sinks}) {
+    if (*t) check_beside(kCached, **t, c.query);
+  }
+}
+
+void check_cache_shapes(const CacheCallInfo& c) {
+  const TensorInfo &q = c.query, &keys = c.key_cache, &values = c.value_cache;
+  expect(q.dim == 4, "value", kCached, "query of shape (batch, heads, new positions, width), got ", q);
+  for (const TensorInfo* t : {&keys, &values}) {
+    expect(t->dim == 4, "value", kCached, t->name, " of shape (", c.block_table ? "pages" : "batch", ", heads, ",
+           c.block_table ? "page size" : "capacity", ", width), got ", *t);
+  }
+  for (int64_t i = 0; i < 3; ++i) {
+    expect(keys.size[i] == values.size[i], "value", kCached,
+           "key_cache and value_cache of one shape but for the width, got ", keys, " and ", values);
+  }
+  expect(q.size[1] == 0 || (keys.size[1] > 0 && q.size[1] % keys.size[1] == 0), "value", kCached,
+         "a number of query heads that is a multiple of the cache's heads, got ", q, " and ", keys);
+  expect(q.size[3] == keys.size[3], "value", kCached, "query and key_cache of the same width, got ", q, " and ", keys);
+  expect(has_shape(c.cache_seqlens, {c.batch()}), "value", kCached, "cache_seqlens of shape (", c.batch(),
+         ",), a length for each sequence, got ", c.cache_seqlens);
+  if (c.block_table) {
+    expect(c.block_table->dim == 2 && c.block_table->size[0] == c.batch(), "value", kCached,
+           "block_table of shape (batch, pages of a sequence), got ", *c.block_table, " with ", q);
+    expect(keys.size[2] > 0, "value", kCached, "pages of at least one position, got ", keys);
+  } else if (c.cache_batch_idx) {
+    expect(has_shape(*c.cache_batch_idx, {c.batch()}), "value", kCached, "cache_batch_idx of shape (", c.batch(),
+           ",), a row of the cache for each sequence, got ", *c.cache_batch_idx);
+  } else {
+    expect(keys.size[0] == c.batch(), "value", kCached,
+           "caches of the query's batch size (or pass cache_batch_idx), got ", q, " and ", keys);
+  }
+}
+
+void check_new_rows(const CacheCallInfo& c) {
+  if (!c.key) return;
+  const int64_t heads = c.key_cache.size[1], length = c.query.size[2];
+  const auto check = [&](const TensorInfo& t, const TensorInfo& cache) {
+    expect(has_shape(t, {c.batch(), heads, length, cache.size[3]}), "value", kCached, t.name,
+           " of the query's batch and length and the cache's heads and width, (", c.batch(), ", ", heads, ", ", length,
+           ", ", cache.size[3], "), got ", t);
+  };
+  check(*c.key, c.key_cache);
+  check(*c.value, c.value_cache);
+}
+
+void check_cache_options(const CacheCallInfo& c) {
+  check_window_and_softcap(kCached, c.window_left, c.window_right, c.softcap);
+  const int64_t heads = c.query.size[1];
+  for (const auto* t : {&c.alibi_slopes, &c.sinks}) {
+    if (!*t) continue;
+    expect(has_shape(**t, {heads}) || has_shape(**t, {1, heads}) || has_shape(**t, {c.batch(), heads}), "value",
+           kCached, (*t)->name, " of shape (query heads,) or (batch, query heads), got ", **t, " with ", c.query);
+  }
+  if (!c.rotary_cos) return;
+  const TensorInfo &cos = *c.rotary_cos, &sin = *c.rotary_sin;
+  expect(cos.dim == 2 && has_shape(sin, {cos.size[0], cos.size[1]}), "value", kCached,
+         "rotary_cos and rotary_sin of one shape (positions, half the rotary width), got ", cos, " and ", sin);
+  expect(2 * cos.size[1] <= c.query.size[3], "value", kCached, "a rotary width of at most the head's, ",
+         c.query.size[3], ", got ", cos, ", which is half of ", 2 * cos.size[1]);
+}
+
 }  // namespace
 
 std::ostream& operator<<(std::ostream& s, const TensorInfo& t) {
@@ -217,6 +329,14 @@ void check_call(const CallInfo& call) {
   check_heads(call);
   check_shapes(call);
   check_options(call);
+}
+
+void check_cache_call(const CacheCallInfo& call) {
+  check_cache_presence(call);
+  check_cache_dtypes(call);
+  check_cache_shapes(call);
+  check_new_rows(call);
+  check_cache_options(call);
 }
 
 void check_like(const TensorInfo& tensor, const TensorInfo& of) {

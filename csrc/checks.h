@@ -49,6 +49,18 @@ struct CallInfo {
   const char* function() const { return packed() ? "varlen_attn" : "scaled_dot_product_attention"; }
 };
 
+// Arguments of attention_with_kv_cache that a check looks at.
+struct CacheCallInfo {
+  TensorInfo query, key_cache, value_cache, cache_seqlens;
+  std::optional<TensorInfo> key = {}, value = {}, block_table = {}, cache_batch_idx = {}, rotary_cos = {},
+                            rotary_sin = {}, alibi_slopes = {}, sinks = {};
+  int64_t window_left = -1, window_right = -1;
+  double softcap = 0.0;
+
+  static constexpr const char* kFunction = "attention_with_kv_cache";
+  int64_t batch() const { return query.size[0]; }
+};
+
 [[noreturn]] void raise(const char* kind, const std::string& text);
 
 // Throws "[kind] function: expected <parts>" unless the rule holds.
@@ -63,6 +75,7 @@ void expect(bool rule, const char* kind, const char* function, const Parts&... p
 
 // Throws unless the call is legal.
 void check_call(const CallInfo& call);
+void check_cache_call(const CacheCallInfo& call);
 
 // A gradient or tangent must have the shape and dtype of what it belongs to.
 void check_like(const TensorInfo& tensor, const TensorInfo& of);

@@ -4,6 +4,8 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <initializer_list>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,26 +33,40 @@ const std::string kUpstreamTangents =
 const std::string kGradients =
     "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_slopes, Tensor grad_sinks)";
 
-// The checks of a call on shapes and dtypes alone, for fake kernels. Tensors in the order query, key, value,
-// attn_mask, alibi_slopes, sinks, seqused_k, cu_seq_q, cu_seq_k: dimensions of each (-1: absent), all sizes one
-// after the other, dtypes.
-void check_forward(std::vector<int64_t> ranks, std::vector<int64_t> sizes, std::vector<int64_t> dtypes, bool enable_gqa,
-                   int64_t window_left, int64_t window_right, double softcap, double dropout_p) {
-  expect(ranks.size() == 9 && dtypes.size() == 9 && ranks[0] >= 0 && ranks[1] >= 0 && ranks[2] >= 0, "value",
-         "check_forward", "ranks and dtypes of nine tensors, of which query, key and value are present, got ",
-         ranks.size(), " and ", dtypes.size());
+// What a fake kernel knows of tensors: dimensions of each (-1: absent), all sizes one after the other, dtypes. The
+// first `required` names are always present.
+std::vector<std::optional<TensorInfo>> read_infos(const char* op, std::initializer_list<const char*> names,
+                                                  size_t required, const std::vector<int64_t>& ranks,
+                                                  const std::vector<int64_t>& sizes,
+                                                  const std::vector<int64_t>& dtypes) {
   int64_t total = 0;
-  for (const int64_t rank : ranks) total += rank > 0 ? rank : 0;
-  expect(static_cast<int64_t>(sizes.size()) == total, "value", "check_forward", total, " sizes, got ", sizes.size());
-  const char* names[] = {"query", "key", "value", "attn_mask", "alibi_slopes", "sinks", "seqused_k", "cu_seq_q", "cu_seq_k"};
+  bool present = ranks.size() == names.size() && dtypes.size() == names.size();
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    total += ranks[i] > 0 ? ranks[i] : 0;
+    present = present && (i >= required || ranks[i] >= 0);
+  }
+  expect(present && static_cast<int64_t>(sizes.size()) == total, "value", op, "ranks and dtypes of ", names.size(),
+         " tensors, of which the first ", required, " are present, and as many sizes as ranks say, got ", ranks.size(),
+         ", ", dtypes.size(), " and ", sizes.size());
   std::vector<std::optional<TensorInfo>> tensors;
   const int64_t* next = sizes.data();
-  for (size_t i = 0; i < 9; ++i) {
+  for (const char* name : names) {
+    const size_t i = tensors.size();
     tensors.emplace_back();
     if (ranks[i] < 0) continue;
-    tensors.back() = TensorInfo{names[i], static_cast<ScalarType>(dtypes[i]), ranks[i], next};
+    tensors.back() = TensorInfo{name, static_cast<ScalarType>(dtypes[i]), ranks[i], next};
     next += ranks[i];
   }
+  return tensors;
+}
+
+// The checks of a call on shapes and dtypes alone, for fake kernels.
+void check_forward(std::vector<int64_t> ranks, std::vector<int64_t> sizes, std::vector<int64_t> dtypes, bool enable_gqa,
+                   int64_t window_left, int64_t window_right, double softcap, double dropout_p) {
+  const auto tensors = read_infos(
+      "check_forward",
+      {"query", "key", "value", "attn_mask", "alibi_slopes", "sinks", "seqused_k", "cu_seq_q", "cu_seq_k"}, 3, ranks,
+      sizes, dtypes);
   CallInfo call{*tensors[0], *tensors[1], *tensors[2]};
   call.attn_mask = tensors[3];
   call.alibi_slopes = tensors[4];
@@ -64,6 +80,23 @@ void check_forward(std::vector<int64_t> ranks, std::vector<int64_t> sizes, std::
   call.softcap = softcap;
   call.dropout_p = dropout_p;
   check_call(call);
+}
+
+// The same for attention_with_kv_cache; tensors in the order of its schema.
+void check_cache(std::vector<int64_t> ranks, std::vector<int64_t> sizes, std::vector<int64_t> dtypes,
+                 int64_t window_left, int64_t window_right, double softcap) {
+  const auto tensors = read_infos("check_cache",
+                                  {"query", "key_cache", "value_cache", "cache_seqlens", "key", "value", "block_table",
+                                   "cache_batch_idx", "rotary_cos", "rotary_sin", "alibi_slopes", "sinks"},
+                                  4, ranks, sizes, dtypes);
+  CacheCallInfo call{*tensors[0], *tensors[1], *tensors[2], *tensors[3]};
+  std::optional<TensorInfo>* const others[] = {&call.key,        &call.value,      &call.block_table,  &call.cache_batch_idx,
+                                               &call.rotary_cos, &call.rotary_sin, &call.alibi_slopes, &call.sinks};
+  for (size_t i = 0; i < 8; ++i) *others[i] = tensors[4 + i];
+  call.window_left = window_left;
+  call.window_right = window_right;
+  call.softcap = softcap;
+  check_cache_call(call);
 }
 
 }  // namespace
@@ -81,12 +114,22 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
   m.def(("mask_gradient_tangent(" + kUpstreamTangents + kDirection + kUpstream + kForward + kResults + kOptions +
          ") -> Tensor").c_str());
   m.def(
+      "attention_with_kv_cache(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_seqlens, "
+      "Tensor? key=None, Tensor? value=None, Tensor? block_table=None, Tensor? cache_batch_idx=None, "
+      "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False, int window_left=-1, "
+      "int window_right=-1, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, float? scale=None) -> "
+      "(Tensor output, Tensor lse)");
+  m.def(
       "check_forward(int[] ranks, int[] sizes, int[] dtypes, bool enable_gqa=False, int window_left=-1, "
       "int window_right=-1, float softcap=0., float dropout_p=0.) -> ()");
+  m.def(
+      "check_cache(int[] ranks, int[] sizes, int[] dtypes, int window_left=-1, int window_right=-1, "
+      "float softcap=0.) -> ()");
   m.def("cpu_capability() -> str");
   m.def("fma_peak(float seconds) -> float");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attention_ext, CompositeExplicitAutograd, m) {
   m.impl("check_forward", TORCH_BOX(&attention_ext::check_forward));
+  m.impl("check_cache", TORCH_BOX(&attention_ext::check_cache));
 }

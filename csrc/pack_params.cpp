@@ -7,13 +7,6 @@
 #include <numeric>
 
 namespace attention_ext {
-namespace {
-
-struct Geometry {
-  int64_t dim;
-  const int64_t* size;
-  const int64_t* stride;
-};
 
 Geometry geometry(const Tensor& t) {
   int64_t* sizes = nullptr;
@@ -22,6 +15,12 @@ Geometry geometry(const Tensor& t) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(t.get(), &strides));
   return {t.dim(), sizes, strides};
 }
+
+int64_t read_integer(const void* data, ScalarType dtype, int64_t i) {
+  return dtype == ScalarType::Int ? static_cast<const int32_t*>(data)[i] : static_cast<const int64_t*>(data)[i];
+}
+
+namespace {
 
 DType storage_type(ScalarType t) {
   switch (t) {
@@ -96,6 +95,13 @@ TensorInfo info(const char* name, const Tensor& t) {
   const Geometry g = geometry(t);
   return {name, t.scalar_type(), g.dim, g.size};
 }
+std::optional<TensorInfo> info(const char* name, const std::optional<Tensor>& t) {
+  return t ? std::optional<TensorInfo>(info(name, *t)) : std::nullopt;
+}
+
+double scale_of(std::optional<double> scale, int64_t head_dim) {
+  return head_dim == 0 ? 0.0 : scale ? *scale : 1.0 / std::sqrt(static_cast<double>(head_dim));
+}
 
 TensorView view_of(const Tensor& t, const Call& call, int64_t heads) {
   return make_view(t, call.params, heads, call.packed ? Places{1, 3, 2, 0} : Places{1, 2, 3, 4});
@@ -124,25 +130,18 @@ namespace {
 
 CallInfo describe(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& o) {
   CallInfo call{info("query", query), info("key", key), info("value", value)};
-  const auto optional_info = [](const char* name, const std::optional<Tensor>& t) {
-    return t ? std::optional<TensorInfo>(info(name, *t)) : std::nullopt;
-  };
-  call.attn_mask = optional_info("attn_mask", o.attn_mask);
-  call.alibi_slopes = optional_info("alibi_slopes", o.alibi_slopes);
-  call.sinks = optional_info("sinks", o.sinks);
-  call.seqused_k = optional_info("seqused_k", o.seqused_k);
-  call.cu_seq_q = optional_info("cu_seq_q", o.cu_seq_q);
-  call.cu_seq_k = optional_info("cu_seq_k", o.cu_seq_k);
+  call.attn_mask = info("attn_mask", o.attn_mask);
+  call.alibi_slopes = info("alibi_slopes", o.alibi_slopes);
+  call.sinks = info("sinks", o.sinks);
+  call.seqused_k = info("seqused_k", o.seqused_k);
+  call.cu_seq_q = info("cu_seq_q", o.cu_seq_q);
+  call.cu_seq_k = info("cu_seq_k", o.cu_seq_k);
   call.enable_gqa = o.enable_gqa;
   call.window_left = o.window_left;
   call.window_right = o.window_right;
   call.softcap = o.softcap;
   call.dropout_p = o.dropout_p;
   return call;
-}
-
-int64_t read_integer(const void* data, ScalarType dtype, int64_t i) {
-  return dtype == ScalarType::Int ? static_cast<const int32_t*>(data)[i] : static_cast<const int64_t*>(data)[i];
 }
 
 // One integer per batch element of a tensor that broadcasts to the batch dimensions.
@@ -245,8 +244,7 @@ Call pack_call(const Tensor& query, const Tensor& key, const Tensor& value, cons
   p.seqlen_kv = checked.key.from_end(row_place);
   p.head_dim = checked.query.from_end(1);
   p.value_dim = checked.value.from_end(1);
-  // Width 0: every score is 0, whatever the default scale 1/sqrt(0) would say.
-  p.scale = p.head_dim == 0 ? 0.0 : options.scale ? *options.scale : 1.0 / std::sqrt(static_cast<double>(p.head_dim));
+  p.scale = scale_of(options.scale, p.head_dim);
   p.softcap = options.softcap;
   p.visibility.lower_right = options.lower_right;
   p.visibility.left = options.window_left;

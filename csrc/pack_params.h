@@ -43,10 +43,24 @@ struct Call {
   int64_t total_queries = 0;
 };
 
+struct Geometry {
+  int64_t dim;
+  const int64_t* size;
+  const int64_t* stride;
+};
+Geometry geometry(const Tensor& t);
+
 TensorInfo info(const char* name, const Tensor& t);
+std::optional<TensorInfo> info(const char* name, const std::optional<Tensor>& t);
+
+// Element i of a tensor of int32 or int64, counted in memory.
+int64_t read_integer(const void* data, ScalarType dtype, int64_t i);
 
 // Checks the call and fills in everything but output and lse.
 Call pack_call(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options);
+
+// The scale of a call, by default 1 / sqrt(head_dim); at width 0 every score is 0, whatever that would say.
+double scale_of(std::optional<double> scale, int64_t head_dim);
 
 // A view as (batch..., head, row, column) of tensor t, broadcast to the call's sizes. `heads` is the number of
 // heads that the kernel counts: a tensor with one head is broadcast over them.

@@ -40,6 +40,15 @@ struct Lengths {
   const int64_t* key_start = nullptr;
 };
 
+// Where a cache holds keys and values: those of batch element b are cut into pages of `size` rows, and page n
+// is slice table[b * per_batch + n] of the key and value tensors, along their batch dimension. Without a table
+// slice b holds all of them.
+struct Pages {
+  const int64_t* table = nullptr;
+  int64_t per_batch = 0;
+  int64_t size = 0;
+};
+
 struct Dropout {
   double probability = 0.0;          // of dropping
   const int64_t* seed = nullptr;     // one per batch element
@@ -62,6 +71,7 @@ struct AttentionParams {
   double softcap = 0.0;  // 0: off
   Visibility visibility;
   Lengths lengths;
+  Pages pages;
   Dropout dropout;
 
   TensorView query;         // (batch..., head, seqlen_q, head_dim)
@@ -72,7 +82,7 @@ struct AttentionParams {
   TensorView sinks;         // (batch..., head)
   TensorView output;        // (batch..., head, seqlen_q, value_dim); written by the forward
   TensorView lse;           // (batch..., head, seqlen_q), accumulation type; written by the forward
-  TensorView state;         // (batch..., head, seqlen_q, 2), the same: P = 2^(x - state[0]) / state[1]
+  TensorView state;         // (batch..., head, seqlen_q, 2), the same: P = 2^(x - state[0]) / state[1], or absent
 
   int64_t num_units() const { return num_batches * (num_heads / heads_per_unit); }
   int64_t rows_per_unit() const { return heads_per_unit * seqlen_q; }

@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "attention_cpu.h"
+
 #include "../with_options.h"
 #include "gradients.h"
 
@@ -26,6 +28,8 @@ void run_few_rows(const AttentionParams& p, const KernelTable& kernel) {
   });
 }
 
+}  // namespace
+
 void run_forward(const AttentionParams& p, const KernelTable& kernel) {
   const int64_t rows = p.rows_per_unit();
   if (p.num_units() == 0 || rows == 0) return;
@@ -47,6 +51,8 @@ void run_forward(const AttentionParams& p, const KernelTable& kernel) {
     kernel.forward(p, task / blocks, block * each, each, scratch.at(worker * bytes));
   });
 }
+
+namespace {
 
 std::tuple<Tensor, Tensor, Tensor> forward(const AttentionOptions& options, const Tensor& query, const Tensor& key,
                                    const Tensor& value) {

@@ -123,10 +123,9 @@ class FewRows {
   }
 
   StagedRows<T> rows_of(const TensorView& view, int64_t group, int64_t columns, T* buffer, const char** row) const {
-    const char* first = address(view, p_, unit_, unit_.first_head / group, unit_.key_start + first_key_);
-    const int64_t step = view.row_stride * size_of(view.dtype);
-    for (int64_t i = 0; i < count_; ++i) row[i] = first + i * step;
-    return place_rows<T>(view, {row, count_, view.column_stride, columns, view.dtype}, INT64_MAX, buffer);
+    const bool even = key_rows(view, p_, unit_, group, first_key_, count_, row);
+    const Rows rows{row, count_, view.column_stride, columns, view.dtype};
+    return place_rows<T>(view, rows, even ? INT64_MAX : -1, buffer);
   }
 
   // Step 1 for the keys [k, k + W) of the tile; what lies beyond the tile's end stays 0.

@@ -3,6 +3,7 @@
 // ATTENTION_EXT_ISA, the set's name, comes from csrc/flags.txt.
 
 #include "../core/extremes.h"
+#include "../core/pages.h"
 #include "../core/philox.h"
 #include "../core/visibility.h"
 #include "kernels.h"

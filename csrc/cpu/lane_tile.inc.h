@@ -55,6 +55,27 @@ inline const char* address(const TensorView& view, const AttentionParams& p, con
   return static_cast<const char*>(view.data) + offset * size_of(view.dtype);
 }
 
+// Addresses of the key or value rows [first, first + count) of the unit's head: where keys lie is decided here
+// alone. Returns whether the rows are row_stride apart.
+inline bool key_rows(const TensorView& view, const AttentionParams& p, const Unit& u, int64_t group, int64_t first,
+                     int64_t count, const char** row) {
+  const int64_t head = u.first_head / group, step = view.row_stride * size_of(view.dtype);
+  if (!p.pages.table) {
+    const char* place = address(view, p, u, head, u.key_start + first);
+    for (int64_t i = 0; i < count; ++i) row[i] = place + i * step;
+    return true;
+  }
+  const char* base = static_cast<const char*>(view.data) + head * view.head_stride * size_of(view.dtype);
+  int64_t runs = 0;
+  for (int64_t i = 0; i < count; ++runs) {
+    const PagedRows rows = paged_rows(p.pages, view, u.batch, first + i);
+    const int64_t stop = count - i < rows.count ? count : i + rows.count;
+    const char* place = base + rows.offset * size_of(view.dtype);
+    for (; i < stop; ++i, place += step) row[i] = place;
+  }
+  return runs <= 1;
+}
+
 template <class T>
 struct LaneTile {
   int64_t count = 0;                // rows, the first `count` lanes; the rest of a vector repeats the last row
@@ -152,13 +173,13 @@ inline void write_statistics(const AttentionParams& p, const Unit& u, const Lane
                              const SoftmaxResult<T>* result) {
   const char *lse_row[kLanes<T>], *state_row[kLanes<T>];
   row_addresses(p.lse, p, u, tile, lse_row);
-  row_addresses(p.state, p, u, tile, state_row);
+  if (p.state.data) row_addresses(p.state, p, u, tile, state_row);
   for (int64_t lane = 0; lane < tile.count; ++lane) {
     const SoftmaxResult<T>& r = result[lane / kWidth<T>];
     const int64_t i = lane % kWidth<T>;
     const T lse = r.lse[i], state[2] = {r.reference[i], r.sum[i]};
     *reinterpret_cast<T*>(const_cast<char*>(lse_row[lane])) = drawn ? draw_apart<T>(lse) : lse;
-    memcpy(const_cast<char*>(state_row[lane]), state, sizeof(state));
+    if (p.state.data) memcpy(const_cast<char*>(state_row[lane]), state, sizeof(state));
   }
 }
 
@@ -167,8 +188,8 @@ template <class T>
 inline StagedRows<T> stage_keys(const AttentionParams& p, const Unit& u, const TensorView& view, int64_t group,
                                 int64_t first, int64_t count, int64_t columns, Stage stage, T* buffer,
                                 const char** row) {
-  return stage_rows<T>(view, address(view, p, u, u.first_head / group, u.key_start + first), count, columns, stage,
-                       buffer, row);
+  const bool even = key_rows(view, p, u, group, first, count, row);
+  return stage_rows<T>(view, {row, count, view.column_stride, columns, view.dtype}, even, stage, buffer);
 }
 
 // The segments of keys [first_key, first_key + count). A row may start and end in here once each, so there

@@ -303,7 +303,7 @@ struct StagedRows {
 enum class Stage { kFinite, kFiniteCopy, kNorm };
 
 // Rows that lie well are read in place, others copied to buffer [count][padded columns]. In place means T,
-// neighbouring columns, whole vectors, and rows at most `far` elements apart.
+// neighbouring columns, whole vectors, and rows at most `far` elements apart (negative: never).
 template <class T>
 inline StagedRows<T> place_rows(const TensorView& view, const Rows& rows, int64_t far, T* buffer) {
   const int64_t padded = round_up_to_vector<T>(rows.columns);
@@ -319,19 +319,16 @@ inline StagedRows<T> place_rows(const TensorView& view, const Rows& rows, int64_
 // The same for a tile that is read many times, so that its rows should not fall into the same cache sets.
 // kNorm looks for the largest norm, which says too whether all is finite (an overflow counts as not: the safe
 // side); kFiniteCopy copies a tile that is not finite, with 0 for NaN and infinity.
+// Even: the rows are row_stride apart.
 template <class T>
-inline StagedRows<T> stage_rows(const TensorView& view, const char* first, int64_t count, int64_t columns,
-                                Stage stage, T* buffer, const char** row) {
-  const int64_t padded = round_up_to_vector<T>(columns);
-  const int64_t step = view.row_stride * size_of(view.dtype);
-  for (int64_t i = 0; i < count; ++i) row[i] = first + i * step;
-  const Rows rows{row, count, view.column_stride, columns, view.dtype};
-  StagedRows<T> tile = place_rows<T>(view, rows, 2 * columns, buffer);
+inline StagedRows<T> stage_rows(const TensorView& view, const Rows& rows, bool even, Stage stage, T* buffer) {
+  const int64_t padded = round_up_to_vector<T>(rows.columns);
+  StagedRows<T> tile = place_rows<T>(view, rows, even ? 2 * rows.columns : -1, buffer);
   if (stage == Stage::kNorm) {
-    tile.norm2 = largest_norm2(tile.data, tile.stride, count, padded);
+    tile.norm2 = largest_norm2(tile.data, tile.stride, rows.count, padded);
     tile.finite = tile.norm2 - tile.norm2 == T(0);
   } else {
-    tile.finite = all_finite(tile.data, tile.stride, count, padded);
+    tile.finite = all_finite(tile.data, tile.stride, rows.count, padded);
   }
   if (stage == Stage::kFiniteCopy && !tile.finite) {
     copy_rows<T, true>(rows, buffer, padded);

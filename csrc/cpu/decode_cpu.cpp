@@ -1,0 +1,94 @@
+// attention_with_kv_cache on the CPU: check, append the new keys and values, attend to the pages in use. Work
+// follows the lengths, not the capacity.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <cstring>
+
+#include "../core/pages.h"
+#include "../pack_cache.h"
+#include "attention_cpu.h"
+#include "gradients.h"
+
+namespace attention_ext {
+namespace {
+
+char* element(const TensorView& view, int64_t offset, int64_t size) {
+  return static_cast<char*>(const_cast<void*>(view.data)) + offset * size;
+}
+
+// Rows from one view into another of the same dtype.
+void copy_rows(const TensorView& into, int64_t into_offset, const TensorView& from, int64_t from_offset, int64_t rows,
+               int64_t columns, int64_t size) {
+  const bool dense = into.column_stride == 1 && from.column_stride == 1;
+  for (int64_t i = 0; i < rows; ++i) {
+    char* out = element(into, into_offset + i * into.row_stride, size);
+    const char* in = element(from, from_offset + i * from.row_stride, size);
+    if (dense) {
+      std::memcpy(out, in, columns * size);
+      continue;
+    }
+    for (int64_t j = 0; j < columns; ++j) {
+      std::memcpy(out + j * into.column_stride * size, in + j * from.column_stride * size, size);
+    }
+  }
+}
+
+// New rows of one batch element and head into their slots.
+void append_rows(const CacheCall& c, const TensorView& cache, const TensorView& rows, int64_t batch, int64_t head,
+                 int64_t columns, int64_t size) {
+  const int64_t length = c.call.params.seqlen_q, source = batch * rows.batch_stride[0] + head * rows.head_stride;
+  for (int64_t i = 0; i < length;) {
+    const PagedRows place = paged_rows(c.call.params.pages, cache, batch, c.start[batch] + i);
+    const int64_t count = std::min(length - i, place.count);
+    copy_rows(cache, head * cache.head_stride + place.offset, rows, source + i * rows.row_stride, count, columns, size);
+    i += count;
+  }
+}
+
+void append(const CacheCall& c, int64_t size) {
+  const AttentionParams& p = c.call.params;
+  if (!c.new_key.data || p.seqlen_q == 0) return;
+  const int64_t tasks = p.num_batches * c.num_kv_heads;
+  const double elements = static_cast<double>(tasks) * p.seqlen_q * (p.head_dim + p.value_dim);
+  run_tasks(tasks, num_workers(tasks, elements), [&](int64_t task, int64_t) {
+    const int64_t batch = task / c.num_kv_heads, head = task % c.num_kv_heads;
+    append_rows(c, p.key, c.new_key, batch, head, p.head_dim, size);
+    append_rows(c, p.value, c.new_value, batch, head, p.value_dim, size);
+  });
+}
+
+std::tuple<Tensor, Tensor> attention_with_kv_cache(
+    Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, std::optional<Tensor> key,
+    std::optional<Tensor> value, std::optional<Tensor> block_table, std::optional<Tensor> cache_batch_idx,
+    std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin, bool rotary_interleaved, int64_t window_left,
+    int64_t window_right, double softcap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
+    std::optional<double> scale) {
+  const CacheArguments arguments{std::move(query),        std::move(key_cache),   std::move(value_cache),
+                                 std::move(cache_seqlens), std::move(key),         std::move(value),
+                                 std::move(block_table),  std::move(cache_batch_idx), std::move(rotary_cos),
+                                 std::move(rotary_sin),   rotary_interleaved,     window_left,
+                                 window_right,            softcap,                std::move(alibi_slopes),
+                                 std::move(sinks),        scale};
+  CacheCall c = pack_cache_call(arguments);
+  AttentionParams& p = c.call.params;
+  const ScalarType dtype = arguments.query.scalar_type();
+  int64_t sizes[kMaxDims];
+  int64_t dim = c.call.output_shape(p.value_dim, sizes);
+  Tensor output = empty_laid_out_like(arguments.query, dim, sizes, dtype);
+  dim = c.call.output_shape(-1, sizes);
+  Tensor lse = empty_contiguous(arguments.query, dim, sizes, accumulation_type(dtype));
+  p.output = view_of(output, c.call, p.num_heads);
+  p.lse = row_view_of(lse, c.call);
+  append(c, static_cast<int64_t>(arguments.query.element_size()));
+  run_forward(p, table_for(dtype));
+  return {std::move(output), std::move(lse)};
+}
+
+}  // namespace
+}  // namespace attention_ext
+
+STABLE_TORCH_LIBRARY_IMPL(attention_ext, CPU, m) {
+  m.impl("attention_with_kv_cache", TORCH_BOX(&attention_ext::attention_with_kv_cache));
+}
