@@ -144,6 +144,10 @@ void pack_views(CacheCall& c, const CacheArguments& a) {
   p.value = view_of(a.value_cache, c.call, c.num_kv_heads);
   if (a.alibi_slopes) p.alibi_slopes = head_view_of(*a.alibi_slopes, c.call);
   if (a.sinks) p.sinks = head_view_of(*a.sinks, c.call);
+  if (a.rotary_cos) {
+    c.rotary = {table_view_of(*a.rotary_cos), table_view_of(*a.rotary_sin), geometry(*a.rotary_cos).size[1],
+                a.rotary_interleaved};
+  }
   if (!a.key) return;
   p.key.data = a.key_cache.mutable_data_ptr();
   p.value.data = a.value_cache.mutable_data_ptr();

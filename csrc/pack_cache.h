@@ -25,6 +25,7 @@ struct CacheCall {
   int64_t num_kv_heads = 0;
   TensorView new_key;           // (batch, kv head, new position, column); absent: nothing to append
   TensorView new_value;
+  RotaryTable rotary;           // half = 0: nothing turns
 };
 
 // Checks the call and fills in everything but output and lse. Nothing has been written when it throws.

@@ -112,6 +112,8 @@ TensorView row_view_of(const Tensor& t, const Call& call) {
 TensorView head_view_of(const Tensor& t, const Call& call) {
   return make_view(t, call.params, call.params.num_heads, call.packed ? Places{0, 0, 1, 0} : Places{0, 0, 1, 2});
 }
+TensorView table_view_of(const Tensor& t) { return make_view(t, AttentionParams{}, 1, {1, 2, 0, 0}); }
+
 int64_t Call::output_shape(int64_t last, int64_t* sizes) const {
   int64_t dim = 0;
   if (packed) {

@@ -70,6 +70,9 @@ TensorView row_view_of(const Tensor& t, const Call& call);
 // The same of a tensor (head) or (batch..., head): slopes, sinks.
 TensorView head_view_of(const Tensor& t, const Call& call);
 
+// A view as (row, column) of a matrix.
+TensorView table_view_of(const Tensor& t);
+
 // An uninitialised tensor of the given sizes whose dimensions lie in memory in the order of model's, as in
 // torch.empty_like(model); contiguous where model is broadcast (or smaller than sizes).
 Tensor empty_laid_out_like(const Tensor& model, int64_t dim, const int64_t* sizes, ScalarType dtype);

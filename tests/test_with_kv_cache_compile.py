@@ -15,7 +15,8 @@ from attention_ext import scaled_dot_product_attention as attention
 
 OPTIONS = {
     "window_left": 6, "softcap": 2.0, "alibi_slopes": torch.rand(4), "sinks": torch.rand(4),
-    "scale": 0.3,
+    "scale": 0.3, "rotary_cos": torch.rand(32, 6), "rotary_sin": torch.rand(32, 6),
+    "rotary_interleaved": True,
 }  # fmt: skip
 
 

@@ -145,6 +145,10 @@ WRONG_VALUES = {
     "tables too wide": (
         {"rotary_cos": (40, 9), "rotary_sin": (40, 9)}, r"a rotary width of at most .*, 16, got rot"
     ),
+    "tables too short": (
+        {"rotary_cos": (11, 8), "rotary_sin": (11, 8)},
+        r"rotary tables that reach position 11, got rotary_cos \(11, 8\)",
+    ),
     "window below -1": ({"window_size": (-2, 0)}, r"window_size of two integers of at least -1"),
     "window of one side": ({"window_size": (3,)}, r"window_size to be two integers .*, got \(3,\)"),
     "negative softcap": ({"softcap": -1.0}, "softcap that is positive and finite, .*, got -1"),

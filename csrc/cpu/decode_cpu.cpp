@@ -1,9 +1,10 @@
-// attention_with_kv_cache on the CPU: check, append the new keys and values, attend to the pages in use. Work
-// follows the lengths, not the capacity.
+// attention_with_kv_cache on the CPU: check, turn query and new keys, append keys and values, attend to the pages
+// in use. Work follows the lengths, not the capacity.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "../core/pages.h"
@@ -47,6 +48,7 @@ void append_rows(const CacheCall& c, const TensorView& cache, const TensorView& 
   }
 }
 
+// New values, and new keys unless they turn.
 void append(const CacheCall& c, int64_t size) {
   const AttentionParams& p = c.call.params;
   if (!c.new_key.data || p.seqlen_q == 0) return;
@@ -54,8 +56,36 @@ void append(const CacheCall& c, int64_t size) {
   const double elements = static_cast<double>(tasks) * p.seqlen_q * (p.head_dim + p.value_dim);
   run_tasks(tasks, num_workers(tasks, elements), [&](int64_t task, int64_t) {
     const int64_t batch = task / c.num_kv_heads, head = task % c.num_kv_heads;
-    append_rows(c, p.key, c.new_key, batch, head, p.head_dim, size);
+    if (c.rotary.half == 0) append_rows(c, p.key, c.new_key, batch, head, p.head_dim, size);
     append_rows(c, p.value, c.new_value, batch, head, p.value_dim, size);
+  });
+}
+
+// The heads of one batch element and position, from one tensor's row into another's.
+RotaryRows heads_of(const TensorView& from, int64_t from_offset, const TensorView& into, int64_t into_offset,
+                    int64_t heads, int64_t columns, int64_t size) {
+  return {element(from, from_offset, size), element(into, into_offset, size), from.dtype, heads, columns,
+          from.head_stride, from.column_stride, into.head_stride, into.column_stride};
+}
+
+// Queries turned into `turned`, new keys into their slots. (Queries before position 0 see nothing.)
+void turn(const CacheCall& c, const TensorView& turned, const KernelTable& kernel, int64_t size) {
+  const AttentionParams& p = c.call.params;
+  const int64_t tasks = p.num_batches * p.seqlen_q, bytes = round_up(kernel.rotate_scratch(c.rotary), 64);
+  const int64_t workers = num_workers(tasks, static_cast<double>(tasks) * (p.num_heads + c.num_kv_heads) * p.head_dim);
+  const Scratch scratch(bytes * workers);
+  const auto row = [](const TensorView& view, int64_t batch, int64_t i) {
+    return batch * view.batch_stride[0] + i * view.row_stride;
+  };
+  run_tasks(tasks, workers, [&](int64_t task, int64_t worker) {
+    const int64_t batch = task / p.seqlen_q, i = task % p.seqlen_q, position = c.start[batch] + i;
+    RotaryRows rows[2] = {heads_of(p.query, row(p.query, batch, i), turned, row(turned, batch, i), p.num_heads,
+                                   p.head_dim, size)};
+    if (c.new_key.data) {
+      rows[1] = heads_of(c.new_key, row(c.new_key, batch, i), p.key,
+                         paged_rows(p.pages, p.key, batch, position).offset, c.num_kv_heads, p.head_dim, size);
+    }
+    kernel.rotate(c.rotary, std::max<int64_t>(position, 0), rows, c.new_key.data ? 2 : 1, scratch.at(worker * bytes));
   });
 }
 
@@ -81,8 +111,18 @@ std::tuple<Tensor, Tensor> attention_with_kv_cache(
   Tensor lse = empty_contiguous(arguments.query, dim, sizes, accumulation_type(dtype));
   p.output = view_of(output, c.call, p.num_heads);
   p.lse = row_view_of(lse, c.call);
-  append(c, static_cast<int64_t>(arguments.query.element_size()));
-  run_forward(p, table_for(dtype));
+  const KernelTable& kernel = table_for(dtype);
+  const int64_t size = static_cast<int64_t>(arguments.query.element_size());
+  std::optional<Tensor> turned;
+  if (c.rotary.half > 0) {
+    dim = c.call.output_shape(p.head_dim, sizes);
+    turned = empty_contiguous(arguments.query, dim, sizes, dtype);
+    const TensorView view = view_of(*turned, c.call, p.num_heads);
+    if (p.seqlen_kv > 0) turn(c, view, kernel, size);
+    p.query = view;
+  }
+  append(c, size);
+  run_forward(p, kernel);
   return {std::move(output), std::move(lse)};
 }
 

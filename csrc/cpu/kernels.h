@@ -49,6 +49,10 @@ struct KernelTable {
   void (*few_rows_chunk)(const AttentionParams& p, int64_t unit, int64_t chunk, void* partial, void* scratch);
   void (*few_rows_merge)(const AttentionParams& p, int64_t unit, void* partials, void* scratch);
 
+  // Turns the rows of `count` sets, all of one position.
+  int64_t (*rotate_scratch)(const RotaryTable& table);
+  void (*rotate)(const RotaryTable& table, int64_t position, const RotaryRows* rows, int64_t count, void* scratch);
+
   RowKernel<WeightsParams> weights;
   RowKernel<TangentParams> tangent;
   PartKernel<GradParams> backward;

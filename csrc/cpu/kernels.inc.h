@@ -26,6 +26,7 @@ namespace {
 #include "cell_tile.inc.h"
 #include "forward.inc.h"
 #include "few_rows.inc.h"
+#include "rotary.inc.h"
 #include "sweep.inc.h"
 #include "backward.inc.h"
 #include "weights.inc.h"
@@ -59,6 +60,16 @@ struct FewRowsEntry {
   }
   static void merge(const AttentionParams& p, int64_t unit, void* partials, void* scratch) {
     FewRows<T>(p, scratch).merge(unit, static_cast<T*>(partials));
+  }
+};
+
+template <class T>
+struct RotaryEntry {
+  static int64_t scratch(const RotaryTable& table) { return Rotary<T>(table, nullptr).scratch_bytes(); }
+  static void run(const RotaryTable& table, int64_t position, const RotaryRows* rows, int64_t count, void* scratch) {
+    Rotary<T> rotary(table, scratch);
+    rotary.read_position(position);
+    for (int64_t i = 0; i < count; ++i) rotary.rotate(rows[i]);
   }
 };
 
@@ -151,6 +162,8 @@ constexpr KernelTable table() {
           FewRowsEntry<T>::partial_bytes,
           FewRowsEntry<T>::chunk,
           FewRowsEntry<T>::merge,
+          RotaryEntry<T>::scratch,
+          RotaryEntry<T>::run,
           WeightsEntry<T>::kernel(),
           TangentEntry<T>::kernel(),
           PartEntry<T, Backward>::kernel(),
