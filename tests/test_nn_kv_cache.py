@@ -173,6 +173,9 @@ def test_a_cache_for_another_decoder_is_refused():
         with pytest.raises(error, match=sentence):
             decoder(ids, cache=cache)
     decoder(ids, cache=KVCache(make_config(), 2, 8))  # an equal configuration will do
+    for call in (decoder, lambda ids, cache: decoder.generate(ids, 2, cache=cache)):
+        with pytest.raises(ArgumentTypeError, match=r"a KVCache, .* or rows of one, got list"):
+            call(ids, cache=[])
 
 
 @pytest.mark.parametrize(("batch_size", "capacity"), [(-1, 4), (2, -4)])

@@ -185,10 +185,6 @@ class CacheRows:
         """Positions in use per row, (rows,) int64; to be read only."""
         return self.cache.seqlens if self._index is None else self.cache.seqlens[self._index]
 
-    def rows(self) -> CacheRows:
-        """The rows themselves: what a decoder takes from a whole cache, too."""
-        return self
-
     def reset(self) -> None:
         """Forget the sequences of these rows."""
         self.cache.forget(self.indices, self._index)
@@ -268,6 +264,22 @@ class CacheRows:
 
 AnyCache = DecoderCache | CacheRows
 """What a decoder takes as its cache."""
+
+
+def rows_of(cache: AnyCache) -> CacheRows:
+    """The rows that a decoder's call with this cache is about.
+
+    Raises:
+        ArgumentTypeError: it is no cache.
+    """
+    if isinstance(cache, CacheRows):
+        return cache
+    if isinstance(cache, DecoderCache):
+        return cache.rows()
+    raise ArgumentTypeError(
+        "Decoder: expected cache to be a KVCache, a PagedKVCache or rows of one, got "
+        f"{type(cache).__name__}"
+    )
 
 
 def check_sizes(function: str, config: DecoderConfig, **sizes: object) -> None:

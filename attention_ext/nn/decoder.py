@@ -26,7 +26,7 @@ from . import generate as generation
 from .alibi import AlibiSlopes
 from .attention import AttentionCall, CachedCall
 from .block import Block
-from .cache import AnyCache, CacheRows
+from .cache import AnyCache, CacheRows, rows_of
 from .config import DecoderConfig
 from .inputs import IGNORED_TARGET, check_causal, check_ids, check_inputs, outside_vocabulary
 from .norm import make_norm
@@ -139,7 +139,8 @@ class Decoder(nn.Module):
                 than ``max_position_embeddings``, or a cache of another configuration, batch size,
                 dtype or device, without room, or in training with dropout; nothing has been
                 written to it then.
-            ArgumentTypeError: ids that are not integers, a mask that is not bool.
+            ArgumentTypeError: ids that are not integers, a mask that is not bool, a cache of
+                another class.
         """
         hidden = self.hidden_states(ids, cache=cache, attention_mask=attention_mask)
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
@@ -151,7 +152,7 @@ class Decoder(nn.Module):
         """What `forward` computes before the vocabulary projection, (batch, L, hidden)."""
         if cache is not None:
             with torch.no_grad():
-                return self._run_cached(ids, cache.rows(), attention_mask)
+                return self._run_cached(ids, rows_of(cache), attention_mask)
         plan = self._plan(ids, attention_mask)
         x = self._run(plan)
         return x if plan.packing is None else plan.packing.unpack(x)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from attention_ext.errors import ArgumentError
 
-from .cache import AnyCache, CacheRows
+from .cache import AnyCache, CacheRows, rows_of
 from .inputs import check_causal, check_inputs, outside_vocabulary
 from .kv_cache import KVCache
 from .sampling import check_sampling, sample_next
@@ -161,7 +161,7 @@ def _cache_rows(
         longest = max(lengths, default=0) + max_new_tokens
         capacity = min(decoder.config.max_position_embeddings, longest)
         return KVCache(decoder.config, batch, capacity, decoder.dtype, decoder.device).rows()
-    rows = cache.rows()
+    rows = rows_of(cache)
     rows.check_use(decoder.config, batch, decoder.dtype, decoder.device)
     for held, given in zip(rows.seqlens.tolist(), lengths, strict=True):
         if held >= given:
