@@ -39,6 +39,7 @@ void copy_rows(const TensorView& into, int64_t into_offset, const TensorView& fr
 // New rows of one batch element and head into their slots.
 void append_rows(const CacheCall& c, const TensorView& cache, const TensorView& rows, int64_t batch, int64_t head,
                  int64_t columns, int64_t size) {
+  if (columns == 0) return;  // an empty tensor has no address
   const int64_t length = c.call.params.seqlen_q, source = batch * rows.batch_stride[0] + head * rows.head_stride;
   for (int64_t i = 0; i < length;) {
     const PagedRows place = paged_rows(c.call.params.pages, cache, batch, c.start[batch] + i);
