@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import library
-from .arguments import UNLIMITED, window_of
+from .arguments import SCALE_TYPES, UNLIMITED, window_of
 from .autograd import is_transformed
 from .errors import TRANSLATED, ArgumentError, translate, wrong_type
 from .functional import AttentionResult
@@ -196,23 +196,31 @@ def attention_with_kv_cache(
         >>> torch.testing.assert_close(torch.cat(parts, dim=2), whole)
     """
     try:
-        call: tuple[Any, ...] = query, key_cache, value_cache, cache_seqlens, key, value
         if (
+            type(rotary_interleaved) is not bool
+            or type(scale) not in SCALE_TYPES
+            or type(softcap) not in SCALE_TYPES
+        ):  # the dispatcher would make something of it
+            numbers = {"rotary_interleaved": rotary_interleaved, "scale": scale, "softcap": softcap}
+            if error := wrong_type("attention_with_kv_cache", numbers):
+                raise error
+        call: tuple[Any, ...] = query, key_cache, value_cache, cache_seqlens, key, value
+        options = (
             window_size != UNLIMITED
-            or rotary_interleaved is not False
             or softcap is not None
             or scale is not None
-            or block_table is not None
-            or cache_batch_idx is not None
-            or rotary_cos is not None
-            or rotary_sin is not None
             or alibi_slopes is not None
             or sinks is not None
-        ):  # each argument costs time
-            numbers = {"rotary_interleaved": rotary_interleaved, "softcap": softcap, "scale": scale}
-            if error := wrong_type("attention_with_kv_cache", numbers):
-                raise error  # the dispatcher would make something of it
+        )
+        if (
+            options
+            or rotary_cos is not None
+            or rotary_sin is not None
+            or block_table is not None
+            or cache_batch_idx is not None
+        ):  # each argument costs time: as few as say what is wanted
             call += block_table, cache_batch_idx, rotary_cos, rotary_sin, rotary_interleaved
+        if options:
             cap = 0.0 if softcap is None else float(softcap)
             call += *window_of(window_size), cap, alibi_slopes, sinks, scale
         if torch.is_grad_enabled():

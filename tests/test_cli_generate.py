@@ -70,13 +70,14 @@ def test_cached_and_uncached_text_are_the_same(cli):
 def test_a_difference_between_the_caches_is_an_error(cli, monkeypatch):
     from attention_ext.cli.generate import Text, Writer
 
-    def write(self, prompt, seed, use_cache, show):
-        return Text([1, 2, 3 + use_cache], "abc", 0.1, 0.2)
+    def write(self, prompt, seed, use_cache, show=None, cache=None):
+        return Text([1, 2 + (cache is not None), 3 + use_cache], "abc", 0.1, 0.2)
 
     monkeypatch.setattr(Writer, "write", write)
     code, _, err = cli("generate", *ONE, "--check-cache")
     assert code == 1
-    assert "differ from new token 2 on" in err
+    assert "the texts with and without the cache differ from new token 2 on" in err
+    assert "the texts with and without pages differ from new token 1 on" in err
 
 
 def test_text_ends_before_a_stop_text(cli):

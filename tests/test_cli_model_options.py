@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from attention_ext.cli import config as configs
 from attention_ext.cli import machine
-from attention_ext.cli.costs import kv_bytes_per_step, visible_keys
+from attention_ext.cli.costs import bytes_per_step, kv_bytes_per_step, visible_keys
 from attention_ext.cli.main import main
 from attention_ext.cli.options import ModelOptions
 from attention_ext.cli.train import decoder_config
@@ -139,6 +139,20 @@ def test_costs_count_the_visible_keys(window):
     counts = [min(query, left) + 1 for query in range(7)]
     assert visible_keys(config, 0) == sum(counts) / 7
     assert kv_bytes_per_step(config) == counts[-1] * 2 * (4 + 4) * 4
+
+
+def test_a_step_reads_weights_of_products_and_the_keys_in_use():
+    sizes = {"max_position_embeddings": 7, "window_sizes": [(2, 0), None]}
+    tied = Decoder(DecoderConfig(64, 8, 2, 2, **sizes))
+    weights = 4 * tied.num_parameters()
+    for length, keys in ((1, 1 + 1), (3, 3 + 3), (5, 3 + 5)):
+        assert bytes_per_step(tied, length) == weights + keys * 2 * (4 + 4) * 4
+    half = bytes_per_step(tied.to(torch.bfloat16), 5)
+    assert half == (weights + 8 * 2 * (4 + 4) * 4) / 2
+    untied = Decoder(DecoderConfig(64, 8, 2, 2, tie_word_embeddings=False, **sizes))
+    assert bytes_per_step(untied, 0) == weights  # one row of the embedding is nothing
+    learned = Decoder(DecoderConfig(64, 8, 2, 2, position="learned", **sizes))
+    assert bytes_per_step(learned, 0) == weights
 
 
 @pytest.mark.skipif(os.confstr("CS_GNU_LIBC_VERSION") is None, reason="no glibc")

@@ -5,7 +5,7 @@ import torch
 from decoders import OPTIONS, VOCAB, make_decoder, pad, random_ids
 
 from attention_ext import ArgumentError, ArgumentTypeError
-from attention_ext.nn import ByteTokenizer
+from attention_ext.nn import ByteTokenizer, KVCache, PagedKVCache
 from attention_ext.nn.generate import window_start
 
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -53,6 +53,81 @@ def test_a_ragged_batch_writes_what_each_prompt_writes_alone(options, side):
     assert torch.equal(texts[:, :9], ids)
     for text, row in zip(texts, rows, strict=True):
         assert torch.equal(text[9:], decoder.generate(row[None], 25)[0, len(row) :])
+
+
+@every_option
+@pytest.mark.parametrize("page_size", [1, 5])
+def test_pages_write_the_same_text(options, page_size):
+    decoder = make_decoder(**options)
+    rows = [random_ids(1, length)[0] for length in (6, 2, 9)]
+    ids, mask = pad(rows, "left", filler=-1)
+    cache = PagedKVCache(decoder.config, 5, 3 * -(-24 // page_size), page_size)
+    # 24 positions: the windows move several times, all pages in use before
+    texts = decoder.generate(ids, 40, attention_mask=mask, cache=cache.rows([4, 0, 2]))
+    assert torch.equal(texts, decoder.generate(ids, 40, attention_mask=mask, use_cache=False))
+    assert cache.seqlens[[1, 3]].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("make", [KVCache, PagedKVCache])
+def test_a_talk_goes_on_where_the_cache_ends(make):
+    decoder = make_decoder()
+    cache = make(decoder.config, 2, 24)
+    text, fed = random_ids(2, 3), []
+    real = decoder.hidden_states
+    decoder.hidden_states = lambda ids, **options: (fed.append(ids.shape[1]), real(ids, **options))[
+        1
+    ]
+    for _ in range(3):
+        text = torch.cat([text, random_ids(2, 2)], dim=1)
+        expected = decoder.generate(text, 3, use_cache=False)
+        fed.clear()
+        text = decoder.generate(text, 3, cache=cache)
+        assert torch.equal(text, expected)
+        assert fed[1:] == [1, 1]
+        assert cache.seqlens.tolist() == [text.shape[1] - 1] * 2
+    assert fed[0] == 3  # the last token of the answer and two new ones
+
+
+def test_texts_share_a_prefix_of_another_length_each():
+    decoder = make_decoder()
+    cache = PagedKVCache(decoder.config, 3, 30, page_size=4)
+    prefix = random_ids(1, 9)
+    decoder(prefix, cache=cache.rows([0]))
+    cache.share(0, 1, 6)
+    cache.share(0, 2)
+    ids = torch.cat([prefix.expand(2, 9), random_ids(2, 2)], dim=1)
+    text = decoder.generate(ids, 8, cache=cache.rows([1, 2]))
+    assert torch.equal(text, decoder.generate(ids, 8, use_cache=False))
+    assert cache.seqlens.tolist() == [9, 18, 18]
+
+
+def test_a_prompt_beyond_the_context_replaces_what_a_cache_holds():
+    decoder = make_decoder()
+    cache = KVCache(decoder.config, 1, 24)
+    decoder(random_ids(1, 20), cache=cache)
+    ids = random_ids(1, 30)
+    assert torch.equal(decoder.generate(ids, 9, cache=cache), decoder.generate(ids, 9))
+
+
+def test_a_cache_that_does_not_fit_is_refused():
+    decoder = make_decoder()
+    cache = KVCache(decoder.config, 2, 8)
+    ids = random_ids(2, 5)
+    decoder(ids, cache=cache)
+    for options, sentence in (
+        (
+            {"cache": cache},
+            "a cache that holds less than each prompt, got one of 5 positions for 5",
+        ),
+        ({"cache": cache.rows([1])}, "a cache of the batch size of ids, 2, got 1"),
+        ({"cache": cache, "use_cache": False}, "expected use_cache=True beside a cache, got False"),
+    ):
+        with pytest.raises(ArgumentError, match=sentence):
+            decoder.generate(ids, 2, **options)
+    cache.reset()
+    with pytest.raises(ArgumentError, match=r"capacity = 8 positions .* 1 new ones after 8 in use"):
+        decoder.generate(ids, 5, cache=cache)
+    assert decoder.generate(ids, 0, cache=KVCache(decoder.config, 2, 8)).shape == (2, 5)
 
 
 def test_greedy_text_follows_the_logits():

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from decoders import OPTIONS, make_config, make_decoder, pad, random_ids
+from decoders import OPTIONS, VOCAB, make_config, make_decoder, pad, random_ids
 
 from attention_ext import ArgumentError, ArgumentTypeError
-from attention_ext.nn import KVCache
+from attention_ext.nn import KVCache, PagedKVCache
 
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
@@ -173,6 +173,9 @@ def test_a_cache_for_another_decoder_is_refused():
         with pytest.raises(error, match=sentence):
             decoder(ids, cache=cache)
     decoder(ids, cache=KVCache(make_config(), 2, 8))  # an equal configuration will do
+    for call in (decoder, lambda ids, cache: decoder.generate(ids, 2, cache=cache)):
+        with pytest.raises(ArgumentTypeError, match=r"a KVCache, .* or rows of one, got list"):
+            call(ids, cache=[])
 
 
 @pytest.mark.parametrize(("batch_size", "capacity"), [(-1, 4), (2, -4)])
@@ -226,3 +229,100 @@ def test_an_empty_batch_has_an_empty_cache():
     cache = KVCache(decoder.config, 0, 8)
     assert decoder(random_ids(0, 3), cache=cache).shape == (0, 3, 64)
     assert cache.seqlens.shape == (0,)
+
+
+# ---- rows that join and leave; the same for caches in pages ----
+
+KINDS = {
+    "contiguous": lambda config, batch_size: KVCache(config, batch_size, 24),
+    "pages": lambda config, batch_size: PagedKVCache(config, batch_size, 30, page_size=3),
+}
+every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+
+
+@every_kind
+@pytest.mark.parametrize("name", ["grouped queries", "everything", "like gpt-2"])
+def test_rows_that_join_and_leave_write_what_they_write_alone(make, name):
+    decoder = make_decoder(**OPTIONS[name])
+    cache = make(decoder.config, 3)
+    texts, written = {}, {}
+    schedule = [{0: 5}, {0: 1, 2: 1}, {2: 4, 1: 4}, {1: 1, 0: 1}, {2: 2}, {0: 3, 1: 3, 2: 3}]
+    for step, rows in enumerate(schedule):
+        if step == 4:
+            cache.rows([2]).reset()
+            texts.pop(2)
+            written.pop(2)
+        ids = random_ids(len(rows), next(iter(rows.values())))
+        logits = decoder(ids, cache=cache.rows(list(rows)))
+        for row, new, own in zip(rows, ids, logits, strict=True):
+            texts.setdefault(row, []).append(new)
+            written.setdefault(row, []).append(own)
+    assert cache.seqlens.tolist() == [sum(map(len, texts[row])) for row in range(3)]
+    for row, parts in texts.items():
+        close(torch.cat(written[row]), decoder(torch.cat(parts)[None])[0].detach())
+
+
+@every_kind
+@pytest.mark.parametrize("name", ["grouped queries", "everything", "like gpt-2"])
+def test_padded_rows_of_a_selection(make, name):
+    decoder = make_decoder(**OPTIONS[name])
+    cache = make(decoder.config, 4)
+    decoder(random_ids(1, 3), cache=cache.rows([1]))
+    before = cache.seqlens.clone()
+    rows = [random_ids(1, length)[0] for length in (2, 6)]
+    ids, mask = pad(rows, "right", filler=99)
+    logits = decoder(ids, cache=cache.rows([3, 0]), attention_mask=mask)
+    for own, real, row in zip(logits, mask, rows, strict=True):
+        close(own[real], decoder(row[None])[0].detach())
+    assert (cache.seqlens - before).tolist() == [6, 0, 0, 2]
+
+
+@pytest.mark.parametrize("cache_type", [KVCache, PagedKVCache])
+@pytest.mark.parametrize(
+    ("rows", "error", "sentence"),
+    [
+        ([0, 3], ArgumentError, r"expected rows from 0 to 2, got \[0, 3\]"),
+        ([-1], ArgumentError, r"expected rows from 0 to 2, got \[-1\]"),
+        ([1, 1], ArgumentError, r"expected distinct rows, got \[1, 1\]"),
+        (1, ArgumentTypeError, "expected a sequence of rows, got 1"),
+        (["a"], ArgumentError, r"expected rows from 0 to 2, got \['a'\]"),
+    ],
+)
+def test_rows_are_distinct_and_exist(cache_type, rows, error, sentence):
+    cache = cache_type(make_config(), 3, 8)
+    with pytest.raises(error, match=f"^{cache_type.__name__}.rows: {sentence}"):
+        cache.rows(rows)
+
+
+@every_kind
+def test_a_selection_has_as_many_rows_as_ids(make):
+    decoder = make_decoder()
+    cache = make(decoder.config, 3)
+    with pytest.raises(ArgumentError, match="a cache of the batch size of ids, 1, got 2"):
+        decoder(random_ids(1, 2), cache=cache.rows([0, 1]))
+    assert decoder(random_ids(0, 2), cache=cache.rows([])).shape == (0, 2, VOCAB)
+
+
+def test_other_rows_are_left_alone():
+    decoder = make_decoder()
+    cache = KVCache(decoder.config, 4, 8)
+    cache.keys.fill_(7.0)
+    cache.values.fill_(7.0)
+    decoder(random_ids(2, 3), cache=cache.rows([3, 1]))
+    for store in (cache.keys, cache.values):
+        assert (store[:, [0, 2]] == 7).all()
+        assert not (store[:, [1, 3], :, :3] == 7).any()
+    cache.rows([3]).reset()
+    assert cache.seqlens.tolist() == [0, 3, 0, 0]
+    assert cache.rows([1, 0]).seqlens.tolist() == [3, 0]
+
+
+@every_kind
+def test_nothing_drops_out_behind_a_cache(make):
+    decoder = make_decoder(dropout=0.5).train()
+    cache = make(decoder.config, 1)
+    with pytest.raises(
+        ArgumentError, match=r"evaluation mode, .* training mode with dropout = 0.5"
+    ):
+        decoder(random_ids(1, 2), cache=cache)
+    assert make_decoder().train()(random_ids(1, 2), cache=make(make_config(), 1)).isfinite().all()

@@ -40,14 +40,34 @@ def visible_keys(config: DecoderConfig, layer: int) -> float:
 
 def kv_bytes_per_token(config: DecoderConfig) -> int:
     """What the cache of a float32 decoder keeps of each position, in bytes."""
-    return config.num_hidden_layers * _kv_bytes_per_layer(config)
+    return config.num_hidden_layers * _kv_numbers_per_layer(config) * torch.float32.itemsize
 
 
 def kv_bytes_per_step(config: DecoderConfig) -> int:
     """What writing a token reads of that cache when the context is full: windows shorten it."""
+    return _kv_numbers_per_step(config, config.max_position_embeddings) * torch.float32.itemsize
+
+
+def bytes_per_step(decoder: Decoder, length: int) -> int:
+    """What writing a token must read: the weights of all products, and the cache.
+
+    Args:
+        decoder: the model; of an embedding that is not the output's product it reads one row.
+        length: positions in use, the token's own too.
+    """
+    config = decoder.config
+    weights = sum(parameter.nbytes for parameter in decoder.parameters())
+    if not config.tie_word_embeddings:
+        weights -= decoder.embed_tokens.weight.nbytes
+    if decoder.embed_positions is not None:
+        weights -= decoder.embed_positions.weight.nbytes
+    return weights + _kv_numbers_per_step(config, length) * decoder.dtype.itemsize
+
+
+def _kv_numbers_per_step(config: DecoderConfig, length: int) -> int:
     layers = range(config.num_hidden_layers)
-    keys = sum(_most_visible_keys(config, layer) for layer in layers)
-    return keys * _kv_bytes_per_layer(config)
+    keys = sum(min(length, _most_visible_keys(config, layer)) for layer in layers)
+    return keys * _kv_numbers_per_layer(config)
 
 
 def _most_visible_keys(config: DecoderConfig, layer: int) -> int:
@@ -55,6 +75,6 @@ def _most_visible_keys(config: DecoderConfig, layer: int) -> int:
     return context if left < 0 else min(context, left + 1)
 
 
-def _kv_bytes_per_layer(config: DecoderConfig) -> int:
+def _kv_numbers_per_layer(config: DecoderConfig) -> int:
     heads = config.heads
-    return heads.num_kv_heads * (heads.head_dim + heads.value_dim) * torch.float32.itemsize
+    return heads.num_kv_heads * (heads.head_dim + heads.value_dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from attention_ext.nn import Decoder, TextStream, Tokenizer, load_tokenizer
+from attention_ext.nn import Decoder, PagedKVCache, TextStream, Tokenizer, load_tokenizer
+from attention_ext.nn.cache import AnyCache
+from attention_ext.nn.generate import window_start
 
 from . import flags, machine
 from .corpus import read_stdin, read_text
+from .costs import bytes_per_step
 from .errors import UsageError
 from .flags import POSITIONAL, SWITCH, flag
 from .options import MachineOptions, OutputOptions, expect
@@ -23,7 +27,9 @@ from .runs import existing_run
 
 DEFAULT_PROMPT = "\n"
 CALIBRATION_TOKENS = 4
-BANDWIDTH_BYTES = 2**28  # read once to measure the memory
+BANDWIDTH_BYTES = 2**28  # read to measure the memory
+BANDWIDTH_PASSES = 3
+CHECKED_PAGE_SIZE = 3  # small, so that a text of a few tokens crosses pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +121,9 @@ class GenerateArguments:
     sampling: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
     no_cache: Annotated[bool, SWITCH, flag(help="compute every token from the whole text")] = False
     check_cache: Annotated[
-        bool, SWITCH, flag(help="write greedily with and without the cache, and compare")
+        bool,
+        SWITCH,
+        flag(help="write greedily with the cache, in pages and without it, and compare"),
     ] = False
     no_stream: Annotated[bool, SWITCH, flag(help="print each text when it is complete")] = False
     stats: Annotated[
@@ -226,7 +234,12 @@ class Writer:
             self.sampling["temperature"] = 0.0
 
     def write(
-        self, prompt: str, seed: int, use_cache: bool, show: Callable[[str], object] | None
+        self,
+        prompt: str,
+        seed: int,
+        use_cache: bool,
+        show: Callable[[str], object] | None = None,
+        cache: AnyCache | None = None,
     ) -> Text:
         """One text; ``show`` is called with each piece of it as soon as it is certain."""
         stream = TextStream(self.tokenizer, self.stop)
@@ -252,6 +265,7 @@ class Writer:
             stop=self.stop,
             tokenizer=self.tokenizer,
             use_cache=use_cache,
+            cache=cache,
             on_token=on_token,
             **self.sampling,
         )
@@ -261,49 +275,73 @@ class Writer:
 
 
 def _check_cache(writer: Writer, prompt: str, shown: str, output: Output) -> int:
-    """Writes the same greedy text with and without the cache."""
+    """Writes the same greedy text with the cache, with one in pages and without."""
     writer.sampling["temperature"] = 0.0
-    cached = writer.write(prompt, 0, True, None)
-    plain = writer.write(prompt, 0, False, None)
-    same = cached.ids == plain.ids
+    config, dtype = writer.decoder.config, writer.decoder.dtype
+    pages = -(-config.max_position_embeddings // CHECKED_PAGE_SIZE)
+    cache = PagedKVCache(config, 1, pages, CHECKED_PAGE_SIZE, dtype, writer.decoder.device)
+    cached = writer.write(prompt, 0, True)
+    paged = writer.write(prompt, 0, True, cache=cache)
+    plain = writer.write(prompt, 0, False)
     output.text(shown + cached.text)
+    texts = {
+        "with and without the cache": (cached, plain),
+        "with and without pages": (cached, paged),
+    }
+    same = True
+    for which, (one, other) in texts.items():
+        if one.ids != other.ids:
+            same = False
+            place = _first_difference(one.ids, other.ids)
+            output.say(f"the texts {which} differ from new token {place} on")
     if same:
         ratio = plain.seconds / cached.seconds
-        output.say(f"same text with and without the cache, {ratio:.1f} times as fast with it")
-    else:
-        pairs = enumerate(zip(cached.ids, plain.ids, strict=False))
-        place = next((index for index, (a, b) in pairs if a != b), len(plain.ids))
-        output.say(f"the texts with and without the cache differ from new token {place} on")
+        output.say(
+            f"same text with and without the cache, {ratio:.1f} times as fast with it; "
+            "the same in pages"
+        )
     output.result(
         {
             "same": same,
             "tokens": len(cached.ids),
             "cached_seconds": cached.seconds,
+            "paged_seconds": paged.seconds,
             "uncached_seconds": plain.seconds,
         }
     )
     return 0 if same else 1
 
 
+def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def _statistics(decoder: Decoder, prompt_tokens: int, text: Text) -> dict[str, float]:
-    """Speed, and how near it is to reading every weight once per token."""
+    """Speed, and how near it is to reading weights and cache once per token."""
     rest = len(text.ids) - 1
     rate = rest / (text.seconds - text.first) if rest else 1 / text.first
-    weights = sum(p.numel() * p.element_size() for p in decoder.parameters())
+    context = decoder.config.max_position_embeddings
+    steps = range(prompt_tokens + min(rest, 1), prompt_tokens + rest + 1)  # lengths after each
+    lengths = [length - window_start(length, context) for length in steps]
+    read = bytes_per_step(decoder, round(statistics.mean(lengths)))
     return {
         "prompt_tokens": prompt_tokens,
         "seconds_to_first_token": text.first,
         "tokens_per_second": rate,
-        "bandwidth_share": rate * weights / memory_bandwidth(),
+        "bandwidth_share": rate * read / memory_bandwidth(),
     }
 
 
 def memory_bandwidth() -> float:
-    """Bytes per second that this process reads from memory, measured once now."""
+    """Bytes per second that this process reads from memory, measured now, the best of a few."""
     block = torch.zeros(BANDWIDTH_BYTES // 8, dtype=torch.int64)
-    before = time.perf_counter()
-    block.sum()
-    return BANDWIDTH_BYTES / (time.perf_counter() - before)
+    times = []
+    for _ in range(BANDWIDTH_PASSES):
+        before = time.perf_counter()
+        block.sum()
+        times.append(time.perf_counter() - before)
+    return BANDWIDTH_BYTES / min(times)
 
 
 def _describe(stats: dict[str, float]) -> str:

@@ -24,21 +24,20 @@ from attention_ext.errors import ArgumentError, ArgumentTypeError
 from . import checkpoint
 from . import generate as generation
 from .alibi import AlibiSlopes
-from .attention import AttentionCall
+from .attention import AttentionCall, CachedCall
 from .block import Block
+from .cache import AnyCache, CacheRows, rows_of
 from .config import DecoderConfig
 from .inputs import IGNORED_TARGET, check_causal, check_ids, check_inputs, outside_vocabulary
-from .kv_cache import CacheWrite, KVCache
 from .norm import make_norm
 from .packing import Packing, make_packing
 from .rotary import RotaryEmbedding
 
 
 class _Plan(NamedTuple):
-    """How one call runs: its tokens, packed where rows are padded, and what the layers share."""
+    """How a call without a cache runs: its tokens, packed where rows are padded."""
 
     ids: Tensor  # (batch, columns)
-    positions: slice | Tensor  # of the columns, or of each row's (batch, columns)
     call: AttentionCall
     packing: Packing | None
 
@@ -119,15 +118,15 @@ class Decoder(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(
-        self, ids: Tensor, *, cache: KVCache | None = None, attention_mask: Tensor | None = None
+        self, ids: Tensor, *, cache: AnyCache | None = None, attention_mask: Tensor | None = None
     ) -> Tensor:
         """Logits of the token after each position.
 
         Args:
             ids: tokens (batch, L), int64 or int32.
-            cache: past keys and values. The call's tokens follow them, are appended, and nothing
-                is recorded for gradients. Any split of a text into calls gives the same logits up
-                to rounding.
+            cache: past keys and values: a `KVCache`, a `PagedKVCache` or some rows of one. The
+                call's tokens follow them and are appended, nothing is recorded for gradients. Any
+                split of a text into calls gives the same logits up to rounding.
             attention_mask: (batch, L) bool, True = a real token, for this call's ids. Padding,
                 left or right, is neither seen nor cached nor counted in positions; its own logits
                 are finite and mean nothing.
@@ -138,25 +137,25 @@ class Decoder(nn.Module):
         Raises:
             ArgumentError: wrong shapes, ids outside the vocabulary (on the CPU), more positions
                 than ``max_position_embeddings``, or a cache of another configuration, batch size,
-                dtype or device, or without room; nothing has been written to it then.
-            ArgumentTypeError: ids that are not integers, a mask that is not bool.
+                dtype or device, without room, or in training with dropout; nothing has been
+                written to it then.
+            ArgumentTypeError: ids that are not integers, a mask that is not bool, a cache of
+                another class.
         """
         hidden = self.hidden_states(ids, cache=cache, attention_mask=attention_mask)
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             return self.project(hidden)
 
     def hidden_states(
-        self, ids: Tensor, *, cache: KVCache | None = None, attention_mask: Tensor | None = None
+        self, ids: Tensor, *, cache: AnyCache | None = None, attention_mask: Tensor | None = None
     ) -> Tensor:
         """What `forward` computes before the vocabulary projection, (batch, L, hidden)."""
-        if cache is None:
-            return self._run(self._plan(ids, attention_mask))
-        with torch.no_grad():
-            plan = self._plan_cached(ids, cache, attention_mask)
-            x = self._run(plan)
-            if plan.call.write is not None:
-                cache.advance(plan.call.write)
-            return x
+        if cache is not None:
+            with torch.no_grad():
+                return self._run_cached(ids, rows_of(cache), attention_mask)
+        plan = self._plan(ids, attention_mask)
+        x = self._run(plan)
+        return x if plan.packing is None else plan.packing.unpack(x)
 
     def project(self, hidden: Tensor) -> Tensor:
         """Logits (..., vocab_size) of hidden states (..., hidden)."""
@@ -291,17 +290,51 @@ class Decoder(nn.Module):
         return decoder.eval()
 
     def _run(self, plan: _Plan, layers: nn.ModuleList | None = None) -> Tensor:
-        """Embeddings, blocks and final normalisation, (batch, L, hidden)."""
-        try:
-            x = self.embed_tokens(plan.ids)  # (batch, columns, hidden)
-        except IndexError:
-            raise outside_vocabulary("ids", plan.ids, self.config.vocab_size) from None
+        """Embeddings, blocks and final normalisation, (batch, columns, hidden)."""
+        x = self._embed(plan.ids)
         if self.embed_positions is not None:
-            x = x + self.embed_positions.weight[plan.positions]
+            x = x + self.embed_positions.weight[: x.shape[1]]
+        return self._blocks(x, plan.call, layers)
+
+    def _run_cached(self, ids: Tensor, rows: CacheRows, attention_mask: Tensor | None) -> Tensor:
+        """The same behind past tokens, (batch, L, hidden)."""
+        check_causal("Decoder with a cache", self.config)
+        check_inputs(ids, attention_mask)
+        rows.check_use(self.config, len(ids), self.dtype, self.device)
+        self._check_no_dropout()
+        counts = packing = None
+        if attention_mask is not None:
+            counts = attention_mask.sum(dim=-1).tolist()
+            packing = make_packing(attention_mask, max([1, *counts]))
+            ids = packing.pack(ids.masked_fill(~attention_mask, 0))  # padding may be any number
+        x = self._embed(ids)  # before the plan: wrong ids leave the cache as it was
+        try:
+            writes = rows.plan(ids.shape[1], counts)
+            if self.embed_positions is not None:
+                x = x + self._positions_behind(rows.seqlens, ids.shape[1], packing is not None)
+            cached = CachedCall(writes, *rows.cache.layers(), self._rotary_tables())
+            x = self._blocks(x, AttentionCall(alibi_slopes=self._slopes(), cached=cached))
+        except (ArgumentError, IndexError):
+            rows.check_room(counts or [ids.shape[1]] * len(ids))  # to say it about this call
+            raise
+        rows.advance(writes)
+        return x if packing is None else packing.unpack(x)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """Tokens (batch, columns) without positions, (batch, columns, hidden)."""
+        try:
+            x: Tensor = self.embed_tokens(ids)
+        except IndexError:
+            raise outside_vocabulary("ids", ids, self.config.vocab_size) from None
+        return x
+
+    def _blocks(
+        self, x: Tensor, call: AttentionCall, layers: nn.ModuleList | None = None
+    ) -> Tensor:
         for layer in self.layers if layers is None else layers:
-            x = layer(x, plan.call)
+            x = layer(x, call)
         x = self.norm(x)
-        return x if plan.packing is None else plan.packing.unpack(x)
+        return x
 
     def _plan(self, ids: Tensor, attention_mask: Tensor | None) -> _Plan:
         """How a call without a cache runs: padding behind the tokens of each row."""
@@ -311,40 +344,38 @@ class Decoder(nn.Module):
         if attention_mask is not None:
             if length > self.config.max_position_embeddings:
                 length = max([1, *attention_mask.sum(dim=-1).tolist()])
-            packing = make_packing(attention_mask, "left", length)
+            packing = make_packing(attention_mask, length)
             ids = packing.pack(ids.masked_fill(~attention_mask, 0))  # padding may be any number
             seqused = None if self.config.causal else packing.counts
         self._check_context(length)
-        positions = slice(0, length)
-        return _Plan(ids, positions, self._call(positions, seqused_k=seqused), packing)
+        rotary = None if self.rotary is None else self.rotary.lookup(slice(0, length))
+        return _Plan(ids, AttentionCall(rotary, self._slopes(), seqused), packing)
 
-    def _plan_cached(self, ids: Tensor, cache: KVCache, attention_mask: Tensor | None) -> _Plan:
-        """How a call behind a cache runs: each row's last token in the last column."""
-        check_causal("Decoder with a cache", self.config)
-        check_inputs(ids, attention_mask)
-        cache.check_use(self.config, len(ids), self.dtype, self.device)
-        write = cache.reserve(ids.shape[1], attention_mask)
-        self._check_context(write.end)
-        ragged = write.ragged
-        if ragged is None:
-            positions = slice(write.start, write.end)
-            return _Plan(ids, positions, self._call(positions, cache=cache, write=write), None)
-        if ragged.packing is not None and attention_mask is not None:
-            ids = ragged.packing.pack(ids.masked_fill(~attention_mask, 0))
-        call = self._call(ragged.positions, seqused_k=ragged.seqlens, cache=cache, write=write)
-        return _Plan(ids, ragged.positions, call, ragged.packing)
+    def _positions_behind(self, seqlens: Tensor, columns: int, padded: bool) -> Tensor:
+        """Learned positions (batch, columns, hidden) behind those in use."""
+        assert self.embed_positions is not None
+        positions = seqlens[:, None] + torch.arange(columns, device=seqlens.device)
+        if padded:  # columns without a token may lie beyond the last position
+            positions = positions.clamp_max(self.config.max_position_embeddings - 1)
+        found: Tensor = self.embed_positions(positions)
+        return found
 
-    def _call(
-        self,
-        positions: slice | Tensor,
-        *,
-        seqused_k: Tensor | None = None,
-        cache: KVCache | None = None,
-        write: CacheWrite | None = None,
-    ) -> AttentionCall:
-        rotary = None if self.rotary is None else self.rotary.lookup(positions)
-        slopes = None if self.alibi is None else self.alibi.table
-        return AttentionCall(rotary, slopes, seqused_k, cache, write)
+    def _rotary_tables(self) -> tuple[Tensor | None, Tensor | None]:
+        """Cos and sin of all positions, (positions, R/2) each."""
+        if self.rotary is None:
+            return None, None
+        cos, sin = self.rotary.table.unbind(-1)
+        return cos, sin
+
+    def _slopes(self) -> Tensor | None:
+        return None if self.alibi is None else self.alibi.table
+
+    def _check_no_dropout(self) -> None:
+        if self.training and self.config.dropout:
+            raise ArgumentError(
+                "Decoder with a cache: expected evaluation mode, in which nothing drops out, got "
+                f"training mode with dropout = {self.config.dropout}"
+            )
 
     def _check_context(self, longest: int) -> None:
         if longest > self.config.max_position_embeddings:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from attention_ext.errors import ArgumentError
 
+from .cache import AnyCache, CacheRows, rows_of
 from .inputs import check_causal, check_inputs, outside_vocabulary
 from .kv_cache import KVCache
 from .sampling import check_sampling, sample_next
@@ -47,6 +48,7 @@ def generate(
     eos_token_id: int | None = None,
     pad_token_id: int | None = None,
     use_cache: bool = True,
+    cache: AnyCache | None = None,
     on_token: OnToken | None = None,
 ) -> Tensor:
     """Continue each row of ids; reachable as `Decoder.generate`.
@@ -70,6 +72,10 @@ def generate(
         eos_token_id: a token that ends a row.
         pad_token_id: fills ended rows while others go on; default: eos_token_id, else 0.
         use_cache: False recomputes the window at every step; the greedy text is the same.
+        cache: rows for keys and values, as a decoder takes them; default: a `KVCache` as large as
+            it must be. What they hold is taken for the first tokens of each prompt and not
+            computed again, so that a talk goes on and texts share a prefix. Afterwards they hold
+            the text, or the window of it, but for the last token.
         on_token: called with each step's tokens (batch,), padding in ended rows, for streaming.
 
     Returns:
@@ -77,8 +83,9 @@ def generate(
         included. new < max_new_tokens if every row has ended.
 
     Raises:
-        ArgumentError: an option outside its range, an empty prompt, stop without tokenizer, or an
-            encoder.
+        ArgumentError: an option outside its range, an empty prompt, stop without tokenizer, an
+            encoder, or a cache of another configuration, batch size, dtype or device, beside
+            ``use_cache=False``, as long as a prompt, or (while writing) without room.
 
     Example:
         >>> from attention_ext.nn import ByteTokenizer, Decoder, DecoderConfig
@@ -99,6 +106,11 @@ def generate(
                 f"Decoder.generate: expected {name} from 0 to {decoder.config.vocab_size - 1}, "
                 f"got {token_id}"
             )
+    rows_of_cache = None
+    if use_cache:
+        rows_of_cache = _cache_rows(decoder, ids, attention_mask, max_new_tokens, cache)
+    elif cache is not None:
+        raise ArgumentError("Decoder.generate: expected use_cache=True beside a cache, got False")
     endings = _Endings(len(ids), stop, tokenizer, eos_token_id)
     pad = pad_token_id if pad_token_id is not None else (eos_token_id or 0)
     generator = None
@@ -106,7 +118,7 @@ def generate(
         generator = torch.Generator(device=decoder.device).manual_seed(seed)
 
     with torch.inference_mode(), _evaluating(decoder):
-        rows = _Rows(decoder, ids, attention_mask, max_new_tokens, use_cache)
+        rows = _Rows(decoder, ids, attention_mask, max_new_tokens, rows_of_cache)
         seen = rows.seen_tokens() if repetition_penalty != 1.0 else None
         steps: list[Tensor] = []
         while len(steps) < max_new_tokens and not endings.all_ended:
@@ -128,9 +140,36 @@ def generate(
             endings.update(token)
             if on_token is not None:
                 on_token(token)
-    # Copied outside inference mode, so that the result may be trained on.
-    new = [step.clone()[:, None] for step in steps]
-    return torch.cat([ids.long().to(decoder.device), *new], dim=1)
+        new = torch.stack(steps, dim=1) if steps else ids[:, :0]
+    # Joined outside inference mode, so that the result may be trained on.
+    return torch.cat([ids.long().to(decoder.device), new], dim=1)
+
+
+def _cache_rows(
+    decoder: Decoder,
+    ids: Tensor,
+    attention_mask: Tensor | None,
+    max_new_tokens: int,
+    cache: AnyCache | None,
+) -> CacheRows:
+    """The caller's cache, or one that is large enough."""
+    batch, length = ids.shape
+    lengths = [length] * batch
+    if attention_mask is not None:
+        lengths = attention_mask.sum(dim=-1).tolist()
+    if cache is None:
+        longest = max(lengths, default=0) + max_new_tokens
+        capacity = min(decoder.config.max_position_embeddings, longest)
+        return KVCache(decoder.config, batch, capacity, decoder.dtype, decoder.device).rows()
+    rows = rows_of(cache)
+    rows.check_use(decoder.config, batch, decoder.dtype, decoder.device)
+    for held, given in zip(rows.seqlens.tolist(), lengths, strict=True):
+        if held >= given:
+            raise ArgumentError(
+                "Decoder.generate: expected a cache that holds less than each prompt, got one of "
+                f"{held} positions for {given} tokens"
+            )
+    return rows
 
 
 def window_start(length: int, window: int) -> int:
@@ -153,9 +192,10 @@ class _Rows:
         ids: Tensor,
         attention_mask: Tensor | None,
         max_new_tokens: int,
-        use_cache: bool,
+        cache: CacheRows | None,
     ) -> None:
         self.decoder = decoder
+        self.cache = cache
         ids = ids.to(decoder.device)
         batch, length = ids.shape
         self.lengths = [length] * batch
@@ -166,12 +206,11 @@ class _Rows:
             self.lengths = attention_mask.sum(dim=-1).tolist()
             for row, used in enumerate(self.lengths):
                 self.tokens[row, :used] = ids[row, attention_mask[row].to(ids.device)]
+        self.ragged = len(set(self.lengths)) > 1
+        self.places = torch.tensor(self.lengths, device=ids.device)[:, None]  # (batch, 1): the next
         self.window = decoder.config.max_position_embeddings
-        self.starts: list[int] | None = None
-        self.cache: KVCache | None = None
-        if use_cache:
-            capacity = min(self.window, max(self.lengths, default=0) + max_new_tokens)
-            self.cache = KVCache(decoder.config, batch, capacity, decoder.dtype, decoder.device)
+        self.cached_steps = 0  # for so many the cache holds all but the newest token
+        self.newest = self.tokens[:, :0]  # (batch, 1)
 
     def seen_tokens(self) -> Tensor:
         """Which tokens each row holds, (batch, vocab) bool."""
@@ -183,32 +222,37 @@ class _Rows:
 
     def append(self, token: Tensor) -> None:
         """Add one token (batch,) to the rows."""
-        if len(set(self.lengths)) == 1:
-            self.tokens[:, self.lengths[0]] = token
+        self.newest = token[:, None]
+        if self.ragged:
+            self.tokens.scatter_(1, self.places, self.newest)
+            self.places += 1
         else:
-            places = torch.tensor(self.lengths, device=token.device)[:, None]
-            self.tokens.scatter_(1, places, token[:, None])
+            self.tokens[:, self.lengths[0]] = token
         self.lengths = [used + 1 for used in self.lengths]
 
     def next_logits(self) -> Tensor:
         """Logits (batch, vocab) of the token after each row's last."""
-        starts = [window_start(used, self.window) for used in self.lengths]
-        if self.cache is not None and starts == self.starts:
-            newest = self._columns([used - 1 for used in self.lengths], 1)  # (batch, 1)
-            hidden = self.decoder.hidden_states(newest, cache=self.cache)[:, -1]
+        if self.cached_steps > 0:
+            self.cached_steps -= 1
+            hidden = self.decoder.hidden_states(self.newest, cache=self.cache)[:, -1]
         else:
-            hidden = self._prefill(starts)
-        self.starts = starts
+            hidden = self._prefill()
         return self.decoder.project(hidden)
 
-    def _prefill(self, starts: list[int]) -> Tensor:
+    def _prefill(self) -> Tensor:
         """Last hidden state (batch, hidden) of each row's whole window, padded on the right."""
+        starts = [window_start(used, self.window) for used in self.lengths]
         if self.cache is not None:
-            self.cache.reset()
+            spare = (s + self.window - used for s, used in zip(starts, self.lengths, strict=True))
+            self.cached_steps = min(spare)
+            if any(starts):
+                self.cache.reset()
+            else:
+                starts = self.cache.seqlens.tolist()  # behind a prefix that it holds already
         sizes = [used - start for used, start in zip(self.lengths, starts, strict=True)]
-        longest = max(sizes, default=0)
+        longest = max(sizes)
         ids = self._columns(starts, longest)
-        if len(set(sizes)) <= 1:
+        if len(set(sizes)) == 1:
             return self.decoder.hidden_states(ids, cache=self.cache)[:, -1]
         ends = torch.tensor(sizes, device=ids.device)
         mask = torch.arange(longest, device=ids.device) < ends[:, None]  # (batch, longest)

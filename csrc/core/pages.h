@@ -5,16 +5,24 @@
 
 namespace attention_ext {
 
-struct PagedRows {
-  int64_t offset;  // of a row's first element, in head 0
-  int64_t count;   // how many rows follow each other, row_stride apart, from that one on
-};
+// The rows of one batch element from one on, page by page.
+class PagedRows {
+ public:
+  PagedRows(const Pages& pages, int64_t batch, int64_t row)
+      : page_(pages.table + batch * pages.per_batch + row / pages.size), place_(row % pages.size), size_(pages.size) {}
 
-// Row `row` of batch element `batch` in the tensor of keys or values.
-static inline PagedRows paged_rows(const Pages& pages, const TensorView& view, int64_t batch, int64_t row) {
-  const int64_t page = row / pages.size, place = row - page * pages.size;
-  return {pages.table[batch * pages.per_batch + page] * view.batch_stride[0] + place * view.row_stride,
-          pages.size - place};
-}
+  // Of the row's first element, in head 0 of the tensor of keys or values.
+  int64_t offset(const TensorView& view) const { return *page_ * view.batch_stride[0] + place_ * view.row_stride; }
+  // Rows that follow each other, row_stride apart, from this one on.
+  int64_t count() const { return size_ - place_; }
+  void next_page() {
+    ++page_;
+    place_ = 0;
+  }
+
+ private:
+  const int64_t* page_;
+  int64_t place_, size_;
+};
 
 }  // namespace attention_ext

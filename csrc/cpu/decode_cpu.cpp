@@ -39,12 +39,13 @@ void copy_rows(const TensorView& into, int64_t into_offset, const TensorView& fr
 // New rows of one batch element and head into their slots.
 void append_rows(const CacheCall& c, const TensorView& cache, const TensorView& rows, int64_t batch, int64_t head,
                  int64_t columns, int64_t size) {
+  if (columns == 0) return;  // an empty tensor has no address
   const int64_t length = c.call.params.seqlen_q, source = batch * rows.batch_stride[0] + head * rows.head_stride;
-  for (int64_t i = 0; i < length;) {
-    const PagedRows place = paged_rows(c.call.params.pages, cache, batch, c.start[batch] + i);
-    const int64_t count = std::min(length - i, place.count);
-    copy_rows(cache, head * cache.head_stride + place.offset, rows, source + i * rows.row_stride, count, columns, size);
-    i += count;
+  PagedRows slots(c.call.params.pages, batch, c.start[batch]);
+  for (int64_t i = 0, count; i < length; i += count, slots.next_page()) {
+    count = std::min(length - i, slots.count());
+    copy_rows(cache, head * cache.head_stride + slots.offset(cache), rows, source + i * rows.row_stride, count, columns,
+              size);
   }
 }
 
@@ -83,7 +84,7 @@ void turn(const CacheCall& c, const TensorView& turned, const KernelTable& kerne
                                    p.head_dim, size)};
     if (c.new_key.data) {
       rows[1] = heads_of(c.new_key, row(c.new_key, batch, i), p.key,
-                         paged_rows(p.pages, p.key, batch, position).offset, c.num_kv_heads, p.head_dim, size);
+                         PagedRows(p.pages, batch, position).offset(p.key), c.num_kv_heads, p.head_dim, size);
     }
     kernel.rotate(c.rotary, std::max<int64_t>(position, 0), rows, c.new_key.data ? 2 : 1, scratch.at(worker * bytes));
   });

@@ -66,14 +66,14 @@ inline bool key_rows(const TensorView& view, const AttentionParams& p, const Uni
     return true;
   }
   const char* base = static_cast<const char*>(view.data) + head * view.head_stride * size_of(view.dtype);
-  int64_t runs = 0;
-  for (int64_t i = 0; i < count; ++runs) {
-    const PagedRows rows = paged_rows(p.pages, view, u.batch, first + i);
-    const int64_t stop = count - i < rows.count ? count : i + rows.count;
-    const char* place = base + rows.offset * size_of(view.dtype);
+  PagedRows rows(p.pages, u.batch, first);
+  const bool even = count <= rows.count();
+  for (int64_t i = 0; i < count; rows.next_page()) {
+    const int64_t stop = count - i < rows.count() ? count : i + rows.count();
+    const char* place = base + rows.offset(view) * size_of(view.dtype);
     for (; i < stop; ++i, place += step) row[i] = place;
   }
-  return runs <= 1;
+  return even;
 }
 
 template <class T>
