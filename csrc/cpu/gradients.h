@@ -1,8 +1,11 @@
 // What backward and its tangent have in common: tensors for the results, the parts of a unit, sums over heads.
 #pragma once
 
+#include <deque>
+#include <mutex>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "../pack_params.h"
 #include "capability.h"
@@ -68,6 +71,67 @@ class Gradients {
 // As an operator returns them: an empty tensor for what the call does not have.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> all_results(Gradients::Result result);
 
+// Adds the accumulators of a unit's parts, the last part first, whatever the order in which they get ready.
+class OrderedSum {
+ public:
+  explicit OrderedSum(int64_t parts) : next_(parts - 1), ready_(parts) {}
+
+  // Takes a part's accumulator; add(into, from) adds, finish(sum) gets the sum of all. Memory that was added is
+  // given to release(memory). One caller adds at a time, the others go on with their work.
+  template <class Add, class Finish, class Release>
+  void put(int64_t part, char* accumulator, Add&& add, Finish&& finish, Release&& release) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    ready_[part] = accumulator;
+    if (adding_) return;
+    adding_ = true;
+    for (; next_ >= 0 && ready_[next_]; --next_) {
+      char* const from = ready_[next_];
+      if (!sum_) {
+        sum_ = from;
+        continue;
+      }
+      lock.unlock();
+      add(sum_, from);
+      release(from);
+      lock.lock();
+    }
+    adding_ = false;
+    if (next_ < 0) {
+      finish(sum_);
+      release(sum_);
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  int64_t next_;
+  bool adding_ = false;
+  char* sum_ = nullptr;
+  std::vector<char*> ready_;
+};
+
+// Equal pieces of memory, the ones in use before as long as there are any: those are in the caches.
+class Pieces {
+ public:
+  Pieces(const Scratch& scratch, int64_t count, int64_t bytes) {
+    for (int64_t i = count - 1; i >= 0; --i) free_.push_back(scratch.at(i * bytes));
+  }
+  char* take() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    char* const piece = free_.back();
+    free_.pop_back();
+    return piece;
+  }
+  void release(char* piece) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(piece);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<char*> free_;
+};
+
 // Runs a part kernel over all units and stores the accumulators.
 template <class Params>
 void run_parts(const Params& params, const GradParams& g, const PartKernel<Params>& kernel, const KernelTable& table,
@@ -85,8 +149,8 @@ void run_parts(const Params& params, const GradParams& g, const PartKernel<Param
     run_tasks(whole, workers, [&](int64_t unit, int64_t worker) {
       char* sum = scratch.at(worker * bytes);
       char* next = sum + accumulator;
-      kernel.run(params, unit, 0, sum, next + accumulator);
-      for (int64_t part = 1; part < parts; ++part) {
+      kernel.run(params, unit, parts - 1, sum, next + accumulator);
+      for (int64_t part = parts - 2; part >= 0; --part) {
         kernel.run(params, unit, part, next, next + accumulator);
         table.add_accumulator(p, sum, next);
       }
@@ -96,15 +160,18 @@ void run_parts(const Params& params, const GradParams& g, const PartKernel<Param
   if (split == 0) return;
   const int64_t bytes = round_up(kernel.scratch(params), 4096);
   const int64_t workers = std::min(threads, split * parts);
-  const Scratch scratch(bytes * workers), sums(accumulator * split * parts);
+  const Scratch scratch(bytes * workers), memory(accumulator * split * parts);
+  Pieces pieces(memory, split * parts, accumulator);
+  std::deque<OrderedSum> sums;
+  for (int64_t unit = 0; unit < split; ++unit) sums.emplace_back(parts);
   run_tasks(split * parts, workers, [&](int64_t task, int64_t worker) {
-    const int64_t part = parts - 1 - task % parts, unit = task / parts;  // causal: the longest first
-    kernel.run(params, whole + unit, part, sums.at((unit * parts + part) * accumulator), scratch.at(worker * bytes));
-  });
-  run_tasks(split, std::min(threads, split), [&](int64_t unit, int64_t) {
-    char* sum = sums.at(unit * parts * accumulator);
-    for (int64_t part = 1; part < parts; ++part) table.add_accumulator(p, sum, sum + part * accumulator);
-    table.store_accumulator(g, whole + unit, sum);
+    const int64_t part = parts - 1 - task % parts, unit = task / parts;
+    char* const piece = pieces.take();
+    kernel.run(params, whole + unit, part, piece, scratch.at(worker * bytes));
+    sums[unit].put(
+        part, piece, [&](char* into, char* from) { table.add_accumulator(p, into, from); },
+        [&](char* sum) { table.store_accumulator(g, whole + unit, sum); },
+        [&](char* unused) { pieces.release(unused); });
   });
 }
 

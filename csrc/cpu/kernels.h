@@ -24,7 +24,7 @@ struct TaskKernel {
 };
 
 // Each unit has parts(params) parts, fixed by its sizes. run() overwrites the accumulator (dK and dV of the
-// unit) with one part's sums; the parts are added in order, then stored.
+// unit) with one part's sums; the parts are added in order, the last one first, then stored.
 template <class Params>
 struct PartKernel {
   int64_t (*parts)(const Params& params);

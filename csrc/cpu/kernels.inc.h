@@ -98,21 +98,41 @@ template <class T, template <class> class Kernel>
 struct PartEntry {
   using Params = typename Kernel<T>::Params;
 
-  // Parts of at least two super-blocks, at most eight: enough threads for one head, few sums to add.
-  static int64_t rows_per_part(const Params& params) {
-    const int64_t super_block = Kernel<T>::most_tiles(params) * kLanes<T>;
-    const int64_t blocks = (forward_of(params).rows_per_unit() + super_block - 1) / super_block;
-    const int64_t most = clamp_to(blocks / 2, 1, 8);
-    return (blocks + most - 1) / most * super_block;
+  static int64_t super_block(const Params& params) { return Kernel<T>::most_tiles(params) * kLanes<T>; }
+  static int64_t blocks(const Params& params) {
+    return (forward_of(params).rows_per_unit() + super_block(params) - 1) / super_block(params);
   }
-  static int64_t parts(const Params& params) {
-    const int64_t rows = forward_of(params).rows_per_unit(), each = rows_per_part(params);
-    return rows > each ? (rows + each - 1) / each : 1;
+  // Parts of two super-blocks on average, at most eight: enough threads for one head, few sums to add.
+  static int64_t parts(const Params& params) { return clamp_to(blocks(params) / 2, 1, 8); }
+
+  // Keys that some row of super-block `block` sees: its work.
+  static int64_t work(const Params& params, int64_t block) {
+    const AttentionParams& p = forward_of(params);
+    const int64_t end = clamp_to((block + 1) * super_block(params), 0, p.rows_per_unit());
+    const int64_t offset = p.visibility.lower_right ? p.seqlen_kv - p.seqlen_q : 0;
+    const auto keys = [&](int64_t row) {
+      return visible_keys(p.visibility, row / p.heads_per_unit + offset, p.seqlen_kv);
+    };
+    return keys(end - 1).end - keys(block * super_block(params)).begin;
+  }
+  // The super-block with which a part begins: parts have about the same work, and at least one block.
+  static int64_t first_block(const Params& params, int64_t part) {
+    const int64_t count = blocks(params), left = parts(params) - part;
+    if (part == 0 || left == 0) return part == 0 ? 0 : count;
+    int64_t total = 0, before = 0, block = 0;
+    for (int64_t i = 0; i < count; ++i) total += work(params, i);
+    for (const int64_t goal = total * part / (part + left); block < count; ++block) {
+      const int64_t own = work(params, block);
+      if (before + own / 2 >= goal) break;
+      before += own;
+    }
+    return clamp_to(block, part, count - left);
   }
   static int64_t scratch(const Params& params) { return Kernel<T>(params, nullptr).scratch_bytes(); }
   static void run(const Params& params, int64_t unit, int64_t part, void* accumulator, void* scratch) {
-    const int64_t each = rows_per_part(params);
-    Kernel<T>(params, scratch).run(unit, part * each, (part + 1) * each, static_cast<T*>(accumulator));
+    const int64_t first = first_block(params, part) * super_block(params);
+    const int64_t stop = first_block(params, part + 1) * super_block(params);
+    Kernel<T>(params, scratch).run(unit, first, stop, static_cast<T*>(accumulator));
   }
   static constexpr PartKernel<Params> kernel() { return {parts, scratch, run}; }
 };
