@@ -5,7 +5,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import library, reference
+from . import library
 from .arguments import UNLIMITED, window_of
 from .autograd import is_transformed
 from .errors import TRANSLATED, ArgumentError, translate, wrong_type
@@ -223,11 +223,7 @@ def attention_with_kv_cache(
                 "forward mode, got one inside: it is for inference, use "
                 "attention_ext.scaled_dot_product_attention there"
             )
-        if rotary_cos is not None and rotary_sin is not None:
-            library.check_cache(CacheCall(*call))
-            output, lse = reference.attention_with_kv_cache(CacheCall(*call))
-        else:
-            output, lse = library.attention_with_kv_cache(*call)
+        output, lse = library.attention_with_kv_cache(*call)
     except TRANSLATED as raised:
         if torch.compiler.is_compiling():
             raise  # Dynamo wraps it in a type of its own

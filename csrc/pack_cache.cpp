@@ -137,6 +137,15 @@ void check_memory(const CacheArguments& a, const CacheCallInfo& checked) {
   }
 }
 
+void pack_rotary(CacheCall& c, const CacheArguments& a, const CacheCallInfo& checked) {
+  if (!a.rotary_cos || c.call.params.seqlen_kv == 0) return;  // no key, nothing to see
+  c.rotary.cos = table_view(*a.rotary_cos);
+  c.rotary.sin = table_view(*a.rotary_sin);
+  c.rotary.head_dim = c.call.params.head_dim;
+  c.rotary.rotary_dim = 2 * checked.rotary_cos->size[1];
+  c.rotary.interleaved = a.rotary_interleaved;
+}
+
 void pack_views(CacheCall& c, const CacheArguments& a) {
   AttentionParams& p = c.call.params;
   p.query = view_of(a.query, c.call, p.num_heads);
@@ -180,6 +189,7 @@ CacheCall pack_cache_call(const CacheArguments& a) {
     check_memory(a, checked);
   }
   pack_views(c, a);
+  pack_rotary(c, a, checked);
   return c;
 }
 

@@ -20,8 +20,6 @@ int64_t read_integer(const void* data, ScalarType dtype, int64_t i) {
   return dtype == ScalarType::Int ? static_cast<const int32_t*>(data)[i] : static_cast<const int64_t*>(data)[i];
 }
 
-namespace {
-
 DType storage_type(ScalarType t) {
   switch (t) {
     case ScalarType::Double:
@@ -36,6 +34,8 @@ DType storage_type(ScalarType t) {
       return DType::kFloat32;
   }
 }
+
+namespace {
 
 // Whether dimension a should lie outside dimension b in memory, as torch.empty_like decides.
 bool outside(const Geometry& g, int64_t a, int64_t b) {

@@ -50,6 +50,8 @@ struct Geometry {
 };
 Geometry geometry(const Tensor& t);
 
+DType storage_type(ScalarType dtype);
+
 TensorInfo info(const char* name, const Tensor& t);
 std::optional<TensorInfo> info(const char* name, const std::optional<Tensor>& t);
 

@@ -1,10 +1,11 @@
 // attention_with_kv_cache on the CPU: check, append the new keys and values, attend to the pages in use. Work
-// follows the lengths, not the capacity.
+// follows the lengths, not the capacity. New keys are rotated on their way into the cache, queries into a buffer.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <cstring>
+#include <memory>
 
 #include "../core/pages.h"
 #include "../pack_cache.h"
@@ -35,28 +36,67 @@ void copy_rows(const TensorView& into, int64_t into_offset, const TensorView& fr
   }
 }
 
-// New rows of one batch element and head into their slots.
+// New rows of one batch element and head, from offset `source` on, into their slots.
+template <class Copy>
 void append_rows(const CacheCall& c, const TensorView& cache, const TensorView& rows, int64_t batch, int64_t head,
-                 int64_t columns, int64_t size) {
+                 const Copy& copy) {
   const int64_t length = c.call.params.seqlen_q, source = batch * rows.batch_stride[0] + head * rows.head_stride;
   for (int64_t i = 0; i < length;) {
     const PagedRows place = paged_rows(c.call.params.pages, cache, batch, c.start[batch] + i);
     const int64_t count = std::min(length - i, place.count);
-    copy_rows(cache, head * cache.head_stride + place.offset, rows, source + i * rows.row_stride, count, columns, size);
+    copy(head * cache.head_stride + place.offset, source + i * rows.row_stride, count, c.start[batch] + i);
     i += count;
   }
 }
 
-void append(const CacheCall& c, int64_t size) {
+RotaryParams rotation(const CacheCall& c, const TensorView& from, const TensorView& into) {
+  RotaryParams r = c.rotary;
+  r.input = from;
+  r.output = into;
+  return r;
+}
+
+void append(const CacheCall& c, const KernelTable& kernel, int64_t size) {
   const AttentionParams& p = c.call.params;
+  const RotaryParams rotary = rotation(c, c.new_key, p.key);
   if (!c.new_key.data || p.seqlen_q == 0) return;
   const int64_t tasks = p.num_batches * c.num_kv_heads;
   const double elements = static_cast<double>(tasks) * p.seqlen_q * (p.head_dim + p.value_dim);
   run_tasks(tasks, num_workers(tasks, elements), [&](int64_t task, int64_t) {
     const int64_t batch = task / c.num_kv_heads, head = task % c.num_kv_heads;
-    append_rows(c, p.key, c.new_key, batch, head, p.head_dim, size);
-    append_rows(c, p.value, c.new_value, batch, head, p.value_dim, size);
+    append_rows(c, p.key, c.new_key, batch, head, [&](int64_t to, int64_t from, int64_t rows, int64_t position) {
+      if (rotary.rotary_dim > 0) {
+        kernel.rotate(rotary, {from, to, rows, position, nullptr});
+      } else {
+        copy_rows(p.key, to, c.new_key, from, rows, p.head_dim, size);
+      }
+    });
+    append_rows(c, p.value, c.new_value, batch, head, [&](int64_t to, int64_t from, int64_t rows, int64_t) {
+      copy_rows(p.value, to, c.new_value, from, rows, p.value_dim, size);
+    });
   });
+}
+
+// Puts a rotated copy, (batch, head, L, width), in the place of the query; returns its memory.
+std::unique_ptr<char[]> rotate_query(CacheCall& c, const KernelTable& kernel, int64_t size) {
+  AttentionParams& p = c.call.params;
+  const int64_t heads = p.num_batches * p.num_heads, each = p.seqlen_q * p.head_dim;
+  if (c.rotary.rotary_dim == 0 || heads * each == 0) return nullptr;
+  std::unique_ptr<char[]> memory(new char[heads * each * size]);
+  TensorView rotated = p.query;
+  rotated.data = memory.get();
+  rotated.column_stride = 1;
+  rotated.row_stride = p.head_dim;
+  rotated.head_stride = each;
+  rotated.batch_stride[0] = p.num_heads * each;
+  const RotaryParams rotary = rotation(c, p.query, rotated);
+  run_tasks(heads, num_workers(heads, 2.0 * heads * each), [&](int64_t task, int64_t) {
+    const int64_t batch = task / p.num_heads, head = task % p.num_heads;
+    kernel.rotate(rotary, {batch * p.query.batch_stride[0] + head * p.query.head_stride, task * each, p.seqlen_q,
+                           c.start[batch], nullptr});
+  });
+  p.query = rotated;
+  return memory;
 }
 
 std::tuple<Tensor, Tensor> attention_with_kv_cache(
@@ -81,8 +121,11 @@ std::tuple<Tensor, Tensor> attention_with_kv_cache(
   Tensor lse = empty_contiguous(arguments.query, dim, sizes, accumulation_type(dtype));
   p.output = view_of(output, c.call, p.num_heads);
   p.lse = row_view_of(lse, c.call);
-  append(c, static_cast<int64_t>(arguments.query.element_size()));
-  run_forward(p, table_for(dtype));
+  const KernelTable& kernel = table_for(dtype);
+  const int64_t size = static_cast<int64_t>(arguments.query.element_size());
+  append(c, kernel, size);
+  const auto rotated = rotate_query(c, kernel, size);
+  run_forward(p, kernel);
   return {std::move(output), std::move(lse)};
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../core/layers.h"
 #include "../core/params.h"
 
 namespace attention_ext {
@@ -59,6 +60,14 @@ struct KernelTable {
   int64_t (*accumulator_bytes)(const AttentionParams& p);
   void (*add_accumulator)(const AttentionParams& p, void* into, const void* from);
   void (*store_accumulator)(const GradParams& g, int64_t unit, const void* accumulator);
+
+  // Beside attention: any rows, each by itself. The norm's weight has a gradient for each block of rows.
+  void (*rotate)(const RotaryParams& r, const RotaryRows& rows);
+  void (*rms_norm)(const RmsNormParams& p, int64_t first_row, int64_t rows);
+  void (*rms_norm_backward)(const RmsNormParams& p, int64_t first_row, int64_t rows, void* weight_sums);
+  void (*add_weight_sums)(const RmsNormParams& p, const void* weight_sums, int64_t blocks);
+  void (*swiglu)(const SwigluParams& p, int64_t first_row, int64_t rows);
+  void (*swiglu_backward)(const SwigluParams& p, int64_t first_row, int64_t rows);
 };
 
 struct Kernels {

@@ -32,6 +32,10 @@ namespace {
 #include "tangent.inc.h"
 #include "backward_tangent.inc.h"
 #include "mask_gradient.inc.h"
+#include "columns.inc.h"
+#include "rotary.inc.h"
+#include "rms_norm.inc.h"
+#include "swiglu.inc.h"
 #include "fma_peak.inc.h"
 
 inline const AttentionParams& forward_of(const GradParams& g) { return g.forward; }
@@ -159,7 +163,13 @@ constexpr KernelTable table() {
           MaskGradientEntry<T, BackwardTangent>::kernel(),
           AccumulatorEntry<T>::bytes,
           AccumulatorEntry<T>::add,
-          AccumulatorEntry<T>::write};
+          AccumulatorEntry<T>::write,
+          Rotary<T>::run,
+          RmsNorm<T>::forward,
+          RmsNorm<T>::backward,
+          RmsNorm<T>::add_weight_sums,
+          Swiglu<T>::forward,
+          Swiglu<T>::backward};
 }
 
 }  // namespace
