@@ -72,7 +72,7 @@ ATTENTION_EXT_INLINE Vec<T> load_view(const TensorView& view, int64_t offset, in
 
 template <class S>
 ATTENTION_EXT_INLINE S* row_of(const RowsView& view, int64_t row) {
-  return static_cast<S*>(const_cast<void*>(view.data)) + view.offset(row);
+  return static_cast<S*>(const_cast<void*>(view.data)) + row_offset(view, row);
 }
 
 // f with a null pointer of the type that a tensor to be written is stored in.
