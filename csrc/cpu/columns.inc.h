@@ -18,15 +18,22 @@ ATTENTION_EXT_INLINE void for_columns(int64_t columns, F&& f) {
   for (; c < columns; c += w) f(Place<0>{}, c, columns - c < w ? columns - c : w);
 }
 
+// Every lane plus the lane kHalf away.
+template <class T, int kHalf, size_t... kLane>
+ATTENTION_EXT_INLINE Vec<T> fold(Vec<T> x, std::index_sequence<kLane...>) {
+  return x + __builtin_shufflevector(x, x, (static_cast<int>(kLane) ^ kHalf)...);
+}
+template <class T, int kHalf = kWidth<T> / 2>
+ATTENTION_EXT_INLINE T sum_of_lanes(Vec<T> x) {
+  if constexpr (kHalf > 0) {
+    return sum_of_lanes<T, kHalf / 2>(fold<T, kHalf>(x, std::make_index_sequence<kWidth<T>>{}));
+  } else {
+    return x[0];
+  }
+}
 template <class T>
 ATTENTION_EXT_INLINE T sum_of(const Vec<T> (&part)[4]) {
-  alignas(64) T lane[kWidth<T>];
-  store(lane, (part[0] + part[1]) + (part[2] + part[3]));
-#pragma GCC unroll 4
-  for (int half = kWidth<T> / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  }
-  return lane[0];
+  return sum_of_lanes<T>((part[0] + part[1]) + (part[2] + part[3]));
 }
 
 template <class T>
@@ -65,7 +72,7 @@ ATTENTION_EXT_INLINE Vec<T> load_view(const TensorView& view, int64_t offset, in
 
 template <class S>
 ATTENTION_EXT_INLINE S* row_of(const RowsView& view, int64_t row) {
-  return static_cast<S*>(const_cast<void*>(view.data)) + view.offset(row);
+  return static_cast<S*>(const_cast<void*>(view.data)) + row_offset(view, row);
 }
 
 // f with a null pointer of the type that a tensor to be written is stored in.

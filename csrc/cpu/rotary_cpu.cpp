@@ -32,8 +32,8 @@ Tensor rotary(Tensor x, Tensor cos, Tensor sin, std::optional<Tensor> positions,
     const int64_t* given = c.positions.empty()
                                ? nullptr
                                : c.positions.data() + place / c.places_per_sequence * c.length + first;
-    kernel.rotate(r, {c.places.offset(place) + first * r.input.row_stride,
-                      written.offset(place) + first * r.output.row_stride, std::min(kRows, c.length - first), first,
+    kernel.rotate(r, {row_offset(c.places, place) + first * r.input.row_stride,
+                      row_offset(written, place) + first * r.output.row_stride, std::min(kRows, c.length - first), first,
                       given});
   });
   return output;
