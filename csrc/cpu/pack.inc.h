@@ -180,7 +180,12 @@ inline void unpack_lanes(const T* __restrict src, int64_t lane_stride, const T* 
           const int64_t count = dst.columns - c < w ? dst.columns - c : w;
           Vec<T> block[w];
           const T* in = src + c * lane_stride + lane;
-          for (int i = 0; i < w; ++i) block[i] = i < count ? load(in + i * lane_stride) * f : Vec<T>{};
+          if (count == w) {
+#pragma GCC unroll 16
+            for (int i = 0; i < w; ++i) block[i] = load(in + i * lane_stride) * f;
+          } else {
+            for (int i = 0; i < w; ++i) block[i] = i < count ? load(in + i * lane_stride) * f : Vec<T>{};
+          }
           transpose<T>(block);
           const int64_t rows = dst.count - lane < w ? dst.count - lane : w;
           for (int64_t i = 0; i < rows; ++i) {
@@ -273,17 +278,20 @@ inline bool all_finite(const T* rows, int64_t stride, int64_t count, int64_t col
 template <class T>
 inline void dot_rows(const Rows& a, const Rows& b, T* out) {
   constexpr int w = kWidth<T>;
+  const int64_t whole = a.stride == 1 && b.stride == 1 ? a.columns / w * w : 0;  // columns to load as vectors
   dispatch_storage<T>(a.dtype, [&](auto* tag) {
     using S = typename std::remove_pointer<decltype(tag)>::type;
     for (int64_t i = 0; i < a.count; i += w) {
       Vec<T> sums[w] = {};
       for (int64_t j = 0; j < w && i + j < a.count; ++j) {
         const S *x = reinterpret_cast<const S*>(a.row[i + j]), *y = reinterpret_cast<const S*>(b.row[i + j]);
-        for (int64_t c = 0; c < a.columns; c += w) {
+        Vec<T> sum = {};
+        for (int64_t c = 0; c < whole; c += w) sum = fma(load_as<T>(x + c), load_as<T>(y + c), sum);
+        for (int64_t c = whole; c < a.columns; c += w) {
           const int64_t count = a.columns - c < w ? a.columns - c : w;
-          sums[j] = fma(load_some<T>(x + c * a.stride, a.stride, count), load_some<T>(y + c * b.stride, b.stride, count),
-                        sums[j]);
+          sum = fma(load_some<T>(x + c * a.stride, a.stride, count), load_some<T>(y + c * b.stride, b.stride, count), sum);
         }
+        sums[j] = sum;
       }
       store(out + i, horizontal_sums<T>(sums));
     }

@@ -224,6 +224,22 @@ class Sweep {
     for (int64_t k = 0; k < count_; ++k) memset(array + k * stride() + t * kLanes<T>, 0, kLanes<T> * sizeof(T));
   }
 
+  // 0 in the cells that for_key_blocks reads beyond those that a vector's rows see: its blocks of keys begin
+  // and end up to so many keys away. All cells that they see are computed, or none.
+  void clear_around(const CellTile<T>& cells, int64_t t, T* array) const {
+    constexpr int64_t kAway = kBlockRows<> - 1;
+    const LaneTile<T>& lanes = cells.lanes;
+    for (int v = 0; v < lanes.vectors(); ++v) {
+      const int64_t begin = clamp_to(lanes.begin[v * kWidth<T>] - first_key_, 0, count_);
+      const int64_t end = clamp_to(lanes.end[(v + 1) * kWidth<T> - 1] - first_key_, 0, count_);
+      T* column = array + t * kLanes<T> + v * kWidth<T>;
+      for (int64_t k = begin > kAway ? begin - kAway : 0; k < (cells.empty() ? end : begin); ++k) {
+        store(column + k * stride(), Vec<T>{});
+      }
+      for (int64_t k = end; k < end + kAway && k < count_; ++k) store(column + k * stride(), Vec<T>{});
+    }
+  }
+
   // out += (rows left out of a product because they are not finite) for the cells that see them:
   // out[column][lane] += weight[key][lane] * rows[key][column].
   void add_non_finite_keys(const CellTile<T>& cells, const TensorView& view, const char* const* row, int64_t columns,
@@ -305,17 +321,17 @@ struct KeyAccumulator {
 };
 
 // f(key, Constant<keys>, first row, last row): the rows of the super-block, in whole vectors, that see any key
-// of each block of keys.
+// of each block of keys; first == last if none does.
 template <class T, class F>
 inline void for_key_blocks(const LaneTile<T>* tile, int64_t tiles, int64_t first_key, int64_t count, F&& f) {
   constexpr int kVectors = Tuning::kLaneVectors;
-  const int vectors = static_cast<int>(tiles) * kVectors;
+  const int vectors = static_cast<int>((tiles - 1) * kVectors + tile[tiles - 1].vectors());
   const auto end_of = [&](int v) { return tile[v / kVectors].end[(v % kVectors + 1) * kWidth<T> - 1]; };
   const auto begin_of = [&](int v) { return tile[v / kVectors].begin[v % kVectors * kWidth<T>]; };
   int first = 0, last = 0;
   for_row_blocks(0, count, [&](int64_t k, auto rows) {
     while (first < vectors && end_of(first) <= first_key + k) ++first;
     while (last < vectors && begin_of(last) < first_key + k + decltype(rows)::value) ++last;
-    if (first < last) f(k, rows, first * kWidth<T>, last * kWidth<T>);
+    f(k, rows, first * kWidth<T>, (first < last ? last : first) * kWidth<T>);
   });
 }
