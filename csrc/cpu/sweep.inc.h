@@ -82,8 +82,7 @@ class Sweep {
     LaneTile<T>& tile = tile_[t];
     describe_lanes(p_, unit_, first_row, tile);
     pack_rows(p_.query, tile, p_.head_dim, query_of(t));
-    read_state(p_, unit_, tile, 0, reference_ + t * kLanes<T>);
-    read_state(p_, unit_, tile, 1, sum_ + t * kLanes<T>);
+    read_state(p_, unit_, tile, reference_ + t * kLanes<T>, sum_ + t * kLanes<T>);
     for (int v = 0; v < kVectors; ++v) set_factor(t * kLanes<T> + v * kWidth<T>);
   }
 
@@ -163,10 +162,9 @@ class Sweep {
     const char* row[kLanes<T>];
     row_addresses(view, p_, unit_, tile, row);
     const Rows rows{row, tile.count, view.column_stride, columns, view.dtype};
-    copy_rows<T, false>(rows, dst, padded);
-    memset(dst + tile.count * padded, 0, (kLanes<T> - tile.count) * padded * sizeof(T));
-    const bool finite = all_finite(dst, padded, tile.count, padded);
+    const bool finite = copy_rows<T, false>(rows, dst, padded);
     if (!finite) copy_rows<T, true>(rows, dst, padded);
+    memset(dst + tile.count * padded, 0, (kLanes<T> - tile.count) * padded * sizeof(T));
     return finite;
   }
 
