@@ -19,6 +19,7 @@ from .explain import explain
 from .functional import AttentionResult, scaled_dot_product_attention
 from .merge import merge_attention
 from .replace_sdpa import replace_sdpa
+from .rotary import apply_rotary
 from .textbook import causal_attention
 from .varlen import varlen_attn
 
@@ -29,6 +30,7 @@ __all__ = [
     "ArgumentTypeError",
     "AttentionResult",
     "__version__",
+    "apply_rotary",
     "attention_with_kv_cache",
     "build_info",
     "causal_attention",

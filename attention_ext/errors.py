@@ -41,12 +41,12 @@ _KINDS: dict[str, type[Exception]] = {
 _MARKED = re.compile(r"\[(value|type|unsupported)\] \w+: ([^\n]+)")
 _OURS = re.compile(r"\w+: (expected .*)")
 
-_BOOLS = ("is_causal", "enable_gqa", "rotary_interleaved")
-_NUMBERS = ("scale", "softcap", "dropout_p")
+_BOOLS = ("is_causal", "enable_gqa", "rotary_interleaved", "interleaved")
+_NUMBERS = ("scale", "softcap", "dropout_p", "eps")
 _INTEGERS = ("max_q", "max_k", "num_splits")
 _OPTIONAL = (
     "attn_mask", "alibi_slopes", "sinks", "seqused_k", "cu_seq_k", "block_table",
-    "cache_batch_idx", "rotary_cos", "rotary_sin",
+    "cache_batch_idx", "rotary_cos", "rotary_sin", "positions",
 )  # fmt: skip
 _OTHER = ("window_size",)  # checked where it is read
 _DEVICES = ("cpu", "meta")
@@ -83,7 +83,7 @@ def wrong_type(function: str, arguments: Mapping[str, object]) -> Exception | No
             right, rule = isinstance(value, bool), "a bool"
         elif name in _NUMBERS:
             right = isinstance(value, Real | torch.SymFloat) or _is_plain_scalar(value)
-            right, rule = right or (value is None and name != "dropout_p"), "a float"
+            right, rule = right or (value is None and name not in ("dropout_p", "eps")), "a float"
         elif name in _INTEGERS:
             right = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
             right, rule = right or (value is None and name == "num_splits"), "an int"

@@ -13,7 +13,7 @@ from .reference import Call
 # csrc/cpu: vec_*.h (bytes of a vector, vectors of a lane tile), few_rows.inc.h (keys of a chunk),
 # parallel.h (multiply-adds that a second thread is worth)
 _VECTORS = {"baseline": (16, 2), "avx2": (32, 2), "avx512": (64, 4)}
-_CHUNK = 1008
+_CHUNK = 512
 _SERIAL_WORK = 5e5
 
 

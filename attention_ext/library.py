@@ -52,8 +52,16 @@ tangent: Callable[..., tuple[Tensor, Tensor]] = _ops.tangent.default
 backward_tangent: Callable[..., tuple[Tensor, ...]] = _ops.backward_tangent.default
 mask_gradient_tangent: Callable[..., Tensor] = _ops.mask_gradient_tangent.default
 attention_with_kv_cache: Callable[..., tuple[Tensor, Tensor]] = _ops.attention_with_kv_cache.default
+rotary: Callable[..., Tensor] = _ops.rotary.default
+rms_norm: Callable[..., Tensor] = _ops.rms_norm.default
+rms_norm_backward: Callable[..., tuple[Tensor, Tensor]] = _ops.rms_norm_backward.default
+swiglu: Callable[..., Tensor] = _ops.swiglu.default
+swiglu_backward: Callable[..., Tensor] = _ops.swiglu_backward.default
 _check_forward: Callable[..., None] = _ops.check_forward.default
 _check_cache: Callable[..., None] = _ops.check_cache.default
+_check_rotary: Callable[..., None] = _ops.check_rotary.default
+_check_rms_norm: Callable[..., None] = _ops.check_rms_norm.default
+_check_swiglu: Callable[..., None] = _ops.check_swiglu.default
 cpu_capability: Callable[[], str] = _ops.cpu_capability.default
 
 
@@ -165,6 +173,40 @@ def _attention_with_kv_cache_fake(*arguments: Any, **named: Any) -> tuple[Tensor
     return output, call.query.new_empty(rows, dtype=_sum_dtype(call.query))
 
 
+def _rotary_fake(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+    position_dim: int = -2,
+) -> Tensor:
+    tensors = {"x": x, "cos": cos, "sin": sin, "positions": positions}
+    _check("apply_rotary", tensors, 3, _check_rotary, (position_dim,))
+    return _empty_ordered_like(x, tuple(x.shape))
+
+
+def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    _check("rms_norm", {"x": x, "weight": weight}, 2, _check_rms_norm, (eps,))
+    return _empty_ordered_like(x, tuple(x.shape))
+
+
+def _rms_norm_backward_fake(
+    grad_output: Tensor, x: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return _rms_norm_fake(x, weight, eps), _empty_ordered_like(weight, tuple(weight.shape))
+
+
+def _swiglu_fake(x: Tensor) -> Tensor:
+    _check("swiglu", {"x": x}, 1, _check_swiglu, ())
+    return _empty_ordered_like(x, (*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _swiglu_backward_fake(grad_output: Tensor, x: Tensor) -> Tensor:
+    return _empty_ordered_like(x, tuple(x.shape))
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "forward": _forward_fake,
     "forward.output": _forward_output_fake,
@@ -177,6 +219,11 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "backward_tangent": _backward_tangent_fake,
     "mask_gradient_tangent": _mask_gradient_tangent_fake,
     "attention_with_kv_cache": _attention_with_kv_cache_fake,
+    "rotary": _rotary_fake,
+    "rms_norm": _rms_norm_fake,
+    "rms_norm_backward": _rms_norm_backward_fake,
+    "swiglu": _swiglu_fake,
+    "swiglu_backward": _swiglu_backward_fake,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"attention_ext::{_name}", _fake)

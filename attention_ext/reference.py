@@ -148,7 +148,7 @@ def _packed_attention(call: Call) -> Result:
 
 def _attention(call: Call, places: _Places) -> Result:
     """Steps of the definition, for inputs with a head dimension."""
-    query, key, value = (_widen(tensor) for tensor in call[:3])
+    query, key, value = (widen(tensor) for tensor in call[:3])
     if call.enable_gqa:
         key, value = _repeat_heads(key, query), _repeat_heads(value, query)
     pairs = (*leading_shape(call), query.shape[-2], key.shape[-2])
@@ -348,10 +348,32 @@ def _slots(call: CacheCall, position: Tensor) -> tuple[Tensor, Tensor]:
     return rows.long().unsqueeze(-1).expand_as(position), position
 
 
+def rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+    position_dim: int = -2,
+) -> Tensor:
+    """The definition of `apply_rotary`, along any dimension of x but the last."""
+    rows = x.movedim(position_dim, -2)  # (..., L, D)
+    if positions is None:
+        cos, sin = (table[: rows.shape[-2]] for table in (cos, sin))
+    else:
+        leading, length = positions.shape[:-1], positions.shape[-1]
+        ones = [1] * (rows.dim() - 2 - len(leading))
+        place = positions.long().reshape(*leading, *ones, length)
+        cos, sin = (table[place] for table in (cos, sin))  # (B, 1, ..., L, R/2)
+    turned = _rotate(rows, cos, -sin if inverse else sin, interleaved)
+    return turned.movedim(-2, position_dim)
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Turn the pairs (a, b) of the first R columns: (a cos - b sin, b cos + a sin)."""
     width = 2 * cos.shape[-1]
-    turning = _widen(x[..., :width])
+    turning = widen(x[..., :width])
     if interleaved:
         a, b = turning[..., ::2], turning[..., 1::2]
     else:
@@ -415,7 +437,7 @@ def _per_head(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.to(like.dtype).reshape(*tensor.shape, 1, 1)
 
 
-def _widen(tensor: Tensor) -> Tensor:
+def widen(tensor: Tensor) -> Tensor:
     """In the dtype of the sums: float32, or float64 for float64."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 

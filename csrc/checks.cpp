@@ -49,23 +49,11 @@ bool is_complex(ScalarType t) {
   return t == ScalarType::ComplexFloat || t == ScalarType::ComplexDouble || t == ScalarType::ComplexHalf;
 }
 
-void check_floating(const char* function, const TensorInfo& t) {
-  expect(!is_complex(t.dtype), "unsupported", function, "real tensors, got ", t.name, " of ", DtypeName(t.dtype),
-         "; attention of complex tensors is not supported: pass real and imaginary parts apart");
-  expect(is_floating(t.dtype), "type", function, t.name,
-         " of torch.float64, torch.float32, torch.bfloat16 or torch.float16, got ", DtypeName(t.dtype));
-}
-
 // Slopes, sinks, tables of cosines: numbers that stand beside the query.
 void check_beside(const char* function, const TensorInfo& t, const TensorInfo& query) {
   expect(t.dtype == ScalarType::Float || t.dtype == query.dtype, "type", function, t.name,
          " of torch.float32 or the query's dtype, got ", t.name, " ", DtypeName(t.dtype), " with query ",
          DtypeName(query.dtype));
-}
-
-void check_integers(const char* function, const TensorInfo& t) {
-  expect(t.dtype == ScalarType::Int || t.dtype == ScalarType::Long, "type", function, t.name,
-         " of torch.int32 or torch.int64, got ", DtypeName(t.dtype));
 }
 
 void check_window_and_softcap(const char* function, int64_t left, int64_t right, double softcap) {
@@ -323,6 +311,18 @@ void raise(const char* kind, const std::string& text) {
   throw std::runtime_error("[" + std::string(kind) + "] " + text);
 }
 
+void check_floating(const char* function, const TensorInfo& t) {
+  expect(!is_complex(t.dtype), "unsupported", function, "real tensors, got ", t.name, " of ", DtypeName(t.dtype),
+         "; complex tensors are not supported: pass real and imaginary parts apart");
+  expect(is_floating(t.dtype), "type", function, t.name,
+         " of torch.float64, torch.float32, torch.bfloat16 or torch.float16, got ", DtypeName(t.dtype));
+}
+
+void check_integers(const char* function, const TensorInfo& t) {
+  expect(t.dtype == ScalarType::Int || t.dtype == ScalarType::Long, "type", function, t.name,
+         " of torch.int32 or torch.int64, got ", DtypeName(t.dtype));
+}
+
 void check_call(const CallInfo& call) {
   check_ranks(call);
   check_dtypes(call);
@@ -339,12 +339,11 @@ void check_cache_call(const CacheCallInfo& call) {
   check_cache_options(call);
 }
 
-void check_like(const TensorInfo& tensor, const TensorInfo& of) {
-  constexpr char kFunction[] = "scaled_dot_product_attention";
+void check_like(const TensorInfo& tensor, const TensorInfo& of, const char* function) {
   bool same = tensor.dim == of.dim;
   for (int64_t i = 0; same && i < of.dim; ++i) same = tensor.size[i] == of.size[i];
-  expect(same, "value", kFunction, tensor.name, " of the shape of ", of, ", got ", tensor);
-  expect(tensor.dtype == of.dtype, "type", kFunction, tensor.name, " of the dtype of ", of.name, " (",
+  expect(same, "value", function, tensor.name, " of the shape of ", of, ", got ", tensor);
+  expect(tensor.dtype == of.dtype, "type", function, tensor.name, " of the dtype of ", of.name, " (",
          DtypeName(of.dtype), "), got ", DtypeName(tensor.dtype));
 }
 

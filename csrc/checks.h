@@ -61,6 +61,15 @@ struct CacheCallInfo {
   int64_t batch() const { return query.size[0]; }
 };
 
+// Arguments of apply_rotary that a check looks at.
+struct RotaryCallInfo {
+  TensorInfo x, cos, sin;
+  std::optional<TensorInfo> positions = {};
+  int64_t position_dim = -2;  // of x, from the end
+
+  static constexpr const char* kFunction = "apply_rotary";
+};
+
 [[noreturn]] void raise(const char* kind, const std::string& text);
 
 // Throws "[kind] function: expected <parts>" unless the rule holds.
@@ -76,8 +85,15 @@ void expect(bool rule, const char* kind, const char* function, const Parts&... p
 // Throws unless the call is legal.
 void check_call(const CallInfo& call);
 void check_cache_call(const CacheCallInfo& call);
+void check_rotary_call(const RotaryCallInfo& call);
+void check_rms_norm(const TensorInfo& x, const TensorInfo& weight, double epsilon);
+void check_swiglu(const TensorInfo& x);
+
+// One of the four floating dtypes; int32 or int64.
+void check_floating(const char* function, const TensorInfo& t);
+void check_integers(const char* function, const TensorInfo& t);
 
 // A gradient or tangent must have the shape and dtype of what it belongs to.
-void check_like(const TensorInfo& tensor, const TensorInfo& of);
+void check_like(const TensorInfo& tensor, const TensorInfo& of, const char* function = "scaled_dot_product_attention");
 
 }  // namespace attention_ext

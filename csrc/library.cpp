@@ -103,6 +103,21 @@ void check_cache(std::vector<int64_t> ranks, std::vector<int64_t> sizes, std::ve
   check_cache_call(call);
 }
 
+// The same for the layers beside attention.
+void check_rotary(std::vector<int64_t> ranks, std::vector<int64_t> sizes, std::vector<int64_t> dtypes,
+                  int64_t position_dim) {
+  const auto t = read_infos("check_rotary", {"x", "cos", "sin", "positions"}, 3, ranks, sizes, dtypes);
+  check_rotary_call({*t[0], *t[1], *t[2], t[3], position_dim});
+}
+void check_rms_norm_call(std::vector<int64_t> ranks, std::vector<int64_t> sizes, std::vector<int64_t> dtypes,
+                         double eps) {
+  const auto t = read_infos("check_rms_norm", {"x", "weight"}, 2, ranks, sizes, dtypes);
+  check_rms_norm(*t[0], *t[1], eps);
+}
+void check_swiglu_call(std::vector<int64_t> ranks, std::vector<int64_t> sizes, std::vector<int64_t> dtypes) {
+  check_swiglu(*read_infos("check_swiglu", {"x"}, 1, ranks, sizes, dtypes)[0]);
+}
+
 }  // namespace
 }  // namespace attention_ext
 
@@ -128,12 +143,23 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
       "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False, int window_left=-1, "
       "int window_right=-1, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, float? scale=None) -> "
       "(Tensor output, Tensor lse)");
+  // position_dim: of x, from the end
+  m.def(
+      "rotary(Tensor x, Tensor cos, Tensor sin, Tensor? positions=None, bool interleaved=False, bool inverse=False, "
+      "int position_dim=-2) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("rms_norm_backward(Tensor grad_output, Tensor x, Tensor weight, float eps) -> (Tensor grad_x, Tensor grad_weight)");
+  m.def("swiglu(Tensor x) -> Tensor");
+  m.def("swiglu_backward(Tensor grad_output, Tensor x) -> Tensor");
   m.def(
       "check_forward(int[] ranks, int[] sizes, int[] dtypes, bool enable_gqa=False, int window_left=-1, "
       "int window_right=-1, float softcap=0., float dropout_p=0.) -> ()");
   m.def(
       "check_cache(int[] ranks, int[] sizes, int[] dtypes, int window_left=-1, int window_right=-1, "
       "float softcap=0.) -> ()");
+  m.def("check_rotary(int[] ranks, int[] sizes, int[] dtypes, int position_dim=-2) -> ()");
+  m.def("check_rms_norm(int[] ranks, int[] sizes, int[] dtypes, float eps) -> ()");
+  m.def("check_swiglu(int[] ranks, int[] sizes, int[] dtypes) -> ()");
   m.def("cpu_capability() -> str");
   m.def("fma_peak(float seconds) -> float");
 }
@@ -141,4 +167,7 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
 STABLE_TORCH_LIBRARY_IMPL(attention_ext, CompositeExplicitAutograd, m) {
   m.impl("check_forward", TORCH_BOX(&attention_ext::check_forward));
   m.impl("check_cache", TORCH_BOX(&attention_ext::check_cache));
+  m.impl("check_rotary", TORCH_BOX(&attention_ext::check_rotary));
+  m.impl("check_rms_norm", TORCH_BOX(&attention_ext::check_rms_norm_call));
+  m.impl("check_swiglu", TORCH_BOX(&attention_ext::check_swiglu_call));
 }

@@ -137,6 +137,15 @@ void check_memory(const CacheArguments& a, const CacheCallInfo& checked) {
   }
 }
 
+void pack_rotary(CacheCall& c, const CacheArguments& a, const CacheCallInfo& checked) {
+  if (!a.rotary_cos || c.call.params.seqlen_kv == 0) return;  // no key, nothing to see
+  c.rotary.cos = table_view(*a.rotary_cos);
+  c.rotary.sin = table_view(*a.rotary_sin);
+  c.rotary.head_dim = c.call.params.head_dim;
+  c.rotary.rotary_dim = 2 * checked.rotary_cos->size[1];
+  c.rotary.interleaved = a.rotary_interleaved;
+}
+
 void pack_views(CacheCall& c, const CacheArguments& a) {
   AttentionParams& p = c.call.params;
   p.query = view_of(a.query, c.call, p.num_heads);
@@ -144,10 +153,6 @@ void pack_views(CacheCall& c, const CacheArguments& a) {
   p.value = view_of(a.value_cache, c.call, c.num_kv_heads);
   if (a.alibi_slopes) p.alibi_slopes = head_view_of(*a.alibi_slopes, c.call);
   if (a.sinks) p.sinks = head_view_of(*a.sinks, c.call);
-  if (a.rotary_cos) {
-    c.rotary = {table_view_of(*a.rotary_cos), table_view_of(*a.rotary_sin), geometry(*a.rotary_cos).size[1],
-                a.rotary_interleaved};
-  }
   if (!a.key) return;
   p.key.data = a.key_cache.mutable_data_ptr();
   p.value.data = a.value_cache.mutable_data_ptr();
@@ -184,6 +189,7 @@ CacheCall pack_cache_call(const CacheArguments& a) {
     check_memory(a, checked);
   }
   pack_views(c, a);
+  pack_rotary(c, a, checked);
   return c;
 }
 

@@ -2,7 +2,7 @@
 // is always seen as pages: those of block_table, or one page of the whole capacity for each sequence.
 #pragma once
 
-#include "pack_params.h"
+#include "pack_layers.h"
 
 namespace attention_ext {
 
@@ -25,7 +25,7 @@ struct CacheCall {
   int64_t num_kv_heads = 0;
   TensorView new_key;           // (batch, kv head, new position, column); absent: nothing to append
   TensorView new_value;
-  RotaryTable rotary;           // half = 0: nothing turns
+  RotaryParams rotary;          // of query and new key, but for input and output; rotary_dim 0: none
 };
 
 // Checks the call and fills in everything but output and lse. Nothing has been written when it throws.

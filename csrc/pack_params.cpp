@@ -20,8 +20,6 @@ int64_t read_integer(const void* data, ScalarType dtype, int64_t i) {
   return dtype == ScalarType::Int ? static_cast<const int32_t*>(data)[i] : static_cast<const int64_t*>(data)[i];
 }
 
-namespace {
-
 DType storage_type(ScalarType t) {
   switch (t) {
     case ScalarType::Double:
@@ -36,6 +34,8 @@ DType storage_type(ScalarType t) {
       return DType::kFloat32;
   }
 }
+
+namespace {
 
 // Whether dimension a should lie outside dimension b in memory, as torch.empty_like decides.
 bool outside(const Geometry& g, int64_t a, int64_t b) {
@@ -112,7 +112,6 @@ TensorView row_view_of(const Tensor& t, const Call& call) {
 TensorView head_view_of(const Tensor& t, const Call& call) {
   return make_view(t, call.params, call.params.num_heads, call.packed ? Places{0, 0, 1, 0} : Places{0, 0, 1, 2});
 }
-TensorView table_view_of(const Tensor& t) { return make_view(t, AttentionParams{}, 1, {1, 2, 0, 0}); }
 
 int64_t Call::output_shape(int64_t last, int64_t* sizes) const {
   int64_t dim = 0;

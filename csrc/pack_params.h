@@ -50,6 +50,8 @@ struct Geometry {
 };
 Geometry geometry(const Tensor& t);
 
+DType storage_type(ScalarType dtype);
+
 TensorInfo info(const char* name, const Tensor& t);
 std::optional<TensorInfo> info(const char* name, const std::optional<Tensor>& t);
 
@@ -69,9 +71,6 @@ TensorView view_of(const Tensor& t, const Call& call, int64_t heads);
 TensorView row_view_of(const Tensor& t, const Call& call);
 // The same of a tensor (head) or (batch..., head): slopes, sinks.
 TensorView head_view_of(const Tensor& t, const Call& call);
-
-// A view as (row, column) of a matrix.
-TensorView table_view_of(const Tensor& t);
 
 // An uninitialised tensor of the given sizes whose dimensions lie in memory in the order of model's, as in
 // torch.empty_like(model); contiguous where model is broadcast (or smaller than sizes).

@@ -25,8 +25,8 @@ else:
     import tomli as tomllib
 
 # What differs from the defaults of options.py. tiny: 0.94 M parameters, for minutes on two cores;
-# small: 5.8 M, for half an hour; base: 29.4 M, for a night. Neighbours rotate faster than halves
-# and learn as well.
+# small: 5.8 M, for half an hour; base: 29.4 M, for a night. Rotated neighbours
+# learn as well as halves.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": {"time": "150s", "intermediate_size": 352, "rope_interleaved": True},
     "small": {

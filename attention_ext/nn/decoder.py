@@ -364,7 +364,7 @@ class Decoder(nn.Module):
         """Cos and sin of all positions, (positions, R/2) each."""
         if self.rotary is None:
             return None, None
-        cos, sin = self.rotary.table.unbind(-1)
+        cos, sin = self.rotary.table.unbind(1)
         return cos, sin
 
     def _slopes(self) -> Tensor | None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attention_ext.layers import swiglu
+
 from .config import DecoderConfig
 
 
@@ -30,8 +32,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., hidden) to the same shape."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # each (..., intermediate)
-        y: Tensor = self.down_proj(F.silu(gate) * up)
+        y: Tensor = self.down_proj(swiglu(self.gate_up_proj(x)))
         return y
 
 

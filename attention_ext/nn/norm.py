@@ -9,8 +9,9 @@ The first keeps the mean, the second removes it:
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from attention_ext.layers import rms_norm
 
 from .config import DecoderConfig
 
@@ -35,7 +36,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., width); the result has its shape and dtype."""
-        return F.rms_norm(x, (self.width,), self.weight, EPSILON)
+        return rms_norm(x, self.weight, EPSILON)
 
 
 def make_norm(config: DecoderConfig) -> nn.Module:

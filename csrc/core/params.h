@@ -89,24 +89,6 @@ struct AttentionParams {
   int64_t rows_per_unit() const { return heads_per_unit * seqlen_q; }
 };
 
-// Angles of rotary position embedding.
-struct RotaryTable {
-  TensorView cos;  // (position, half)
-  TensorView sin;
-  int64_t half = 0;          // pairs: half of the columns that turn
-  bool interleaved = false;  // pairs are neighbours, else halves
-};
-
-// Rows of one position (heads) and where they go; strides in elements, between rows and between columns.
-struct RotaryRows {
-  const void* from = nullptr;
-  void* into = nullptr;
-  DType dtype = DType::kFloat32;
-  int64_t count = 0, columns = 0;
-  int64_t from_stride = 0, from_column_stride = 0;
-  int64_t into_stride = 0, into_column_stride = 0;
-};
-
 // The tensors that the inputs have gradients, tangents or directions of.
 struct InputViews {
   TensorView query;

@@ -45,9 +45,10 @@ class Backward : public Sweep<T> {
 
   // Overwrites the accumulator with the sums over rows [first_row, last_row) and writes these rows' results.
   void run(int64_t unit, int64_t first_row, int64_t last_row, T* accumulator) {
-    memset(accumulator, 0, KeyAccumulator<T>::size(p_) * sizeof(T));
     sums_ = KeyAccumulator<T>(p_, accumulator);
+    summed_keys_ = 0;
     this->for_super_blocks(unit, first_row, last_row, [&] { super_block(); });
+    clear_sums(p_.seqlen_kv);
   }
 
  protected:
@@ -67,6 +68,7 @@ class Backward : public Sweep<T> {
     start_rows();
     memset(grad_query_, 0, this->stride() * p_.head_dim * sizeof(T));
     this->for_kv_tiles([&] {
+      start_sums();
       stage_values();
       const char* row[kBlock] = {};
       finite_key_ = key_.finite
@@ -85,6 +87,22 @@ class Backward : public Sweep<T> {
   void stage_values() {
     const char* row[kBlock] = {};
     value_ = this->stage(p_.value, p_.value_group, p_.value_dim, Stage::kFinite, value_buffer_, row);
+  }
+
+  // The first sums of a key overwrite the accumulator: whole kv tiles that no super-block had before. Keys
+  // passed over, and those of a tile that begins or ends elsewhere, get 0 instead.
+  void start_sums() {
+    const int64_t last = first_key_ + count_;
+    first_sums_ = summed_keys_ <= first_key_ && queries_finite_ && grad_outputs_finite_;
+    clear_sums(first_sums_ ? first_key_ : last);
+    if (summed_keys_ < last) summed_keys_ = last;
+  }
+  void clear_sums(int64_t last_key) {
+    if (summed_keys_ >= last_key) return;
+    const int64_t count = last_key - summed_keys_;
+    memset(sums_.key + summed_keys_ * this->head_padded(), 0, count * this->head_padded() * sizeof(T));
+    memset(sums_.value + summed_keys_ * this->value_padded(), 0, count * this->value_padded() * sizeof(T));
+    summed_keys_ = last_key;
   }
 
   // dO as lanes and as rows, Q as rows, delta.
@@ -169,8 +187,8 @@ class Backward : public Sweep<T> {
   // Steps 1 to 5 for one lane tile; what is left of step 5 sums over the whole super-block.
   void lane_tile(int64_t t) {
     const CellTile<T> cells = this->cells_of(t);
-    this->clear_unless_whole(cells, t, probs_);
-    this->clear_unless_whole(cells, t, grad_scores_);
+    this->clear_around(cells, t, probs_);
+    this->clear_around(cells, t, grad_scores_);
     if (cells.empty()) return;
     T* grad_query = grad_query_ + t * p_.head_dim * kLanes<T>;
     const T* grad_scores = grad_scores_ + t * kLanes<T>;
@@ -303,15 +321,18 @@ class Backward : public Sweep<T> {
     for_key_blocks(tile_, tiles_, first_key_, count_, [&](int64_t k, auto rows, int64_t begin, int64_t end) {
       constexpr int kRows = decltype(rows)::value;
       const int64_t row = first_key_ + k;
+      if (begin == end && !first_sums_) return;
       add_product<T, kRows>(probs_ + k * stride, stride, grad_output_rows_, value_padded, begin, end, value_padded,
-                            sums_.value + row * value_padded, value_padded);
+                            first_sums_, sums_.value + row * value_padded, value_padded);
       add_product<T, kRows>(grad_scores_ + k * stride, stride, query_rows_, head_padded, begin, end, head_padded,
-                            sums_.key + row * head_padded, head_padded);
+                            first_sums_, sums_.key + row * head_padded, head_padded);
     });
   }
 
   const GradParams& g_;
   KeyAccumulator<T> sums_;
+  int64_t summed_keys_ = 0;  // the first keys of sums_ that hold something
+  bool first_sums_ = false;  // of the current kv tile's keys
 
   // Per lane tile of the super-block; [rows] stands for [tiles][kLanes].
   T* delta_;              // [rows]

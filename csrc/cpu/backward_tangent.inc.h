@@ -131,7 +131,7 @@ class BackwardTangent : public TangentSweep<T> {
 
   void lane_tile(int64_t t) {
     const CellTile<T> cells = this->cells_of(t);
-    for (T* x : {probs_, probs_tangent_, grad_scores_, grad_scores_tangent_}) this->clear_unless_whole(cells, t, x);
+    for (T* x : {probs_, probs_tangent_, grad_scores_, grad_scores_tangent_}) this->clear_around(cells, t, x);
     if (cells.empty()) return;
     compute_cells(t, cells, /*before_softcap=*/false);
     const int64_t first = t * kLanes<T>, stride = this->stride();
@@ -204,9 +204,10 @@ class BackwardTangent : public TangentSweep<T> {
   void gradients_of_keys() {
     const int64_t stride = this->stride(), head = this->head_padded(), value = this->value_padded();
     for_key_blocks(tile_, tiles_, first_key_, count_, [&](int64_t k, auto rows, int64_t begin, int64_t end) {
+      if (begin == end) return;
       const auto add = [&](const T* cells, const T* lanes, int64_t columns, T* out) {
         add_product<T, decltype(rows)::value>(cells + k * stride, stride, lanes, columns, begin, end, columns,
-                                              out + (first_key_ + k) * columns, columns);
+                                              /*is_first=*/false, out + (first_key_ + k) * columns, columns);
       };
       add(probs_tangent_, grad_output_rows_, value, sums_.value);
       add(probs_, grad_output_tangent_rows_, value, sums_.value);

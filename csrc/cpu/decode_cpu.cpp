@@ -1,11 +1,12 @@
-// attention_with_kv_cache on the CPU: check, turn query and new keys, append keys and values, attend to the pages
-// in use. Work follows the lengths, not the capacity.
+// attention_with_kv_cache on the CPU: check, append the new keys and values, attend to the pages in use. Work
+// follows the lengths, not the capacity. New keys are rotated on their way into the cache, queries into a buffer.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 
 #include "../core/pages.h"
 #include "../pack_cache.h"
@@ -22,6 +23,7 @@ char* element(const TensorView& view, int64_t offset, int64_t size) {
 // Rows from one view into another of the same dtype.
 void copy_rows(const TensorView& into, int64_t into_offset, const TensorView& from, int64_t from_offset, int64_t rows,
                int64_t columns, int64_t size) {
+  if (columns == 0) return;  // an empty tensor has no address
   const bool dense = into.column_stride == 1 && from.column_stride == 1;
   for (int64_t i = 0; i < rows; ++i) {
     char* out = element(into, into_offset + i * into.row_stride, size);
@@ -36,58 +38,66 @@ void copy_rows(const TensorView& into, int64_t into_offset, const TensorView& fr
   }
 }
 
-// New rows of one batch element and head into their slots.
+// New rows of one batch element and head, from offset `source` on, into their slots.
+template <class Copy>
 void append_rows(const CacheCall& c, const TensorView& cache, const TensorView& rows, int64_t batch, int64_t head,
-                 int64_t columns, int64_t size) {
-  if (columns == 0) return;  // an empty tensor has no address
+                 const Copy& copy) {
   const int64_t length = c.call.params.seqlen_q, source = batch * rows.batch_stride[0] + head * rows.head_stride;
   PagedRows slots(c.call.params.pages, batch, c.start[batch]);
   for (int64_t i = 0, count; i < length; i += count, slots.next_page()) {
     count = std::min(length - i, slots.count());
-    copy_rows(cache, head * cache.head_stride + slots.offset(cache), rows, source + i * rows.row_stride, count, columns,
-              size);
+    copy(head * cache.head_stride + slots.offset(cache), source + i * rows.row_stride, count, c.start[batch] + i);
   }
 }
 
-// New values, and new keys unless they turn.
-void append(const CacheCall& c, int64_t size) {
+RotaryParams rotation(const CacheCall& c, const TensorView& from, const TensorView& into) {
+  RotaryParams r = c.rotary;
+  r.input = from;
+  r.output = into;
+  return r;
+}
+
+void append(const CacheCall& c, const KernelTable& kernel, int64_t size) {
   const AttentionParams& p = c.call.params;
+  const RotaryParams rotary = rotation(c, c.new_key, p.key);
   if (!c.new_key.data || p.seqlen_q == 0) return;
   const int64_t tasks = p.num_batches * c.num_kv_heads;
   const double elements = static_cast<double>(tasks) * p.seqlen_q * (p.head_dim + p.value_dim);
   run_tasks(tasks, num_workers(tasks, elements), [&](int64_t task, int64_t) {
     const int64_t batch = task / c.num_kv_heads, head = task % c.num_kv_heads;
-    if (c.rotary.half == 0) append_rows(c, p.key, c.new_key, batch, head, p.head_dim, size);
-    append_rows(c, p.value, c.new_value, batch, head, p.value_dim, size);
+    append_rows(c, p.key, c.new_key, batch, head, [&](int64_t to, int64_t from, int64_t rows, int64_t position) {
+      if (rotary.rotary_dim > 0) {
+        kernel.rotate(rotary, {from, to, rows, position, nullptr});
+      } else {
+        copy_rows(p.key, to, c.new_key, from, rows, p.head_dim, size);
+      }
+    });
+    append_rows(c, p.value, c.new_value, batch, head, [&](int64_t to, int64_t from, int64_t rows, int64_t) {
+      copy_rows(p.value, to, c.new_value, from, rows, p.value_dim, size);
+    });
   });
 }
 
-// The heads of one batch element and position, from one tensor's row into another's.
-RotaryRows heads_of(const TensorView& from, int64_t from_offset, const TensorView& into, int64_t into_offset,
-                    int64_t heads, int64_t columns, int64_t size) {
-  return {element(from, from_offset, size), element(into, into_offset, size), from.dtype, heads, columns,
-          from.head_stride, from.column_stride, into.head_stride, into.column_stride};
-}
-
-// Queries turned into `turned`, new keys into their slots. (Queries before position 0 see nothing.)
-void turn(const CacheCall& c, const TensorView& turned, const KernelTable& kernel, int64_t size) {
-  const AttentionParams& p = c.call.params;
-  const int64_t tasks = p.num_batches * p.seqlen_q, bytes = round_up(kernel.rotate_scratch(c.rotary), 64);
-  const int64_t workers = num_workers(tasks, static_cast<double>(tasks) * (p.num_heads + c.num_kv_heads) * p.head_dim);
-  const Scratch scratch(bytes * workers);
-  const auto row = [](const TensorView& view, int64_t batch, int64_t i) {
-    return batch * view.batch_stride[0] + i * view.row_stride;
-  };
-  run_tasks(tasks, workers, [&](int64_t task, int64_t worker) {
-    const int64_t batch = task / p.seqlen_q, i = task % p.seqlen_q, position = c.start[batch] + i;
-    RotaryRows rows[2] = {heads_of(p.query, row(p.query, batch, i), turned, row(turned, batch, i), p.num_heads,
-                                   p.head_dim, size)};
-    if (c.new_key.data) {
-      rows[1] = heads_of(c.new_key, row(c.new_key, batch, i), p.key,
-                         PagedRows(p.pages, batch, position).offset(p.key), c.num_kv_heads, p.head_dim, size);
-    }
-    kernel.rotate(c.rotary, std::max<int64_t>(position, 0), rows, c.new_key.data ? 2 : 1, scratch.at(worker * bytes));
+// Puts a rotated copy, (batch, head, L, width), in the place of the query; returns its memory.
+std::unique_ptr<char[]> rotate_query(CacheCall& c, const KernelTable& kernel, int64_t size) {
+  AttentionParams& p = c.call.params;
+  const int64_t heads = p.num_batches * p.num_heads, each = p.seqlen_q * p.head_dim;
+  if (c.rotary.rotary_dim == 0 || heads * each == 0) return nullptr;
+  std::unique_ptr<char[]> memory(new char[heads * each * size]);
+  TensorView rotated = p.query;
+  rotated.data = memory.get();
+  rotated.column_stride = 1;
+  rotated.row_stride = p.head_dim;
+  rotated.head_stride = each;
+  rotated.batch_stride[0] = p.num_heads * each;
+  const RotaryParams rotary = rotation(c, p.query, rotated);
+  run_tasks(heads, num_workers(heads, 2.0 * heads * each), [&](int64_t task, int64_t) {
+    const int64_t batch = task / p.num_heads, head = task % p.num_heads;
+    kernel.rotate(rotary, {batch * p.query.batch_stride[0] + head * p.query.head_stride, task * each, p.seqlen_q,
+                           c.start[batch], nullptr});
   });
+  p.query = rotated;
+  return memory;
 }
 
 std::tuple<Tensor, Tensor> attention_with_kv_cache(
@@ -114,15 +124,8 @@ std::tuple<Tensor, Tensor> attention_with_kv_cache(
   p.lse = row_view_of(lse, c.call);
   const KernelTable& kernel = table_for(dtype);
   const int64_t size = static_cast<int64_t>(arguments.query.element_size());
-  std::optional<Tensor> turned;
-  if (c.rotary.half > 0) {
-    dim = c.call.output_shape(p.head_dim, sizes);
-    turned = empty_contiguous(arguments.query, dim, sizes, dtype);
-    const TensorView view = view_of(*turned, c.call, p.num_heads);
-    if (p.seqlen_kv > 0) turn(c, view, kernel, size);
-    p.query = view;
-  }
-  append(c, size);
+  append(c, kernel, size);
+  const auto rotated = rotate_query(c, kernel, size);
   run_forward(p, kernel);
   return {std::move(output), std::move(lse)};
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../core/layers.h"
 #include "../core/params.h"
 
 namespace attention_ext {
@@ -49,10 +50,6 @@ struct KernelTable {
   void (*few_rows_chunk)(const AttentionParams& p, int64_t unit, int64_t chunk, void* partial, void* scratch);
   void (*few_rows_merge)(const AttentionParams& p, int64_t unit, void* partials, void* scratch);
 
-  // Turns the rows of `count` sets, all of one position.
-  int64_t (*rotate_scratch)(const RotaryTable& table);
-  void (*rotate)(const RotaryTable& table, int64_t position, const RotaryRows* rows, int64_t count, void* scratch);
-
   RowKernel<WeightsParams> weights;
   RowKernel<TangentParams> tangent;
   PartKernel<GradParams> backward;
@@ -63,6 +60,14 @@ struct KernelTable {
   int64_t (*accumulator_bytes)(const AttentionParams& p);
   void (*add_accumulator)(const AttentionParams& p, void* into, const void* from);
   void (*store_accumulator)(const GradParams& g, int64_t unit, const void* accumulator);
+
+  // Beside attention: any rows, each by itself. The norm's weight has a gradient for each block of rows.
+  void (*rotate)(const RotaryParams& r, const RotaryRows& rows);
+  void (*rms_norm)(const RmsNormParams& p, int64_t first_row, int64_t rows);
+  void (*rms_norm_backward)(const RmsNormParams& p, int64_t first_row, int64_t rows, void* weight_sums);
+  void (*add_weight_sums)(const RmsNormParams& p, const void* weight_sums, int64_t blocks);
+  void (*swiglu)(const SwigluParams& p, int64_t first_row, int64_t rows);
+  void (*swiglu_backward)(const SwigluParams& p, int64_t first_row, int64_t rows);
 };
 
 struct Kernels {

@@ -26,13 +26,16 @@ namespace {
 #include "cell_tile.inc.h"
 #include "forward.inc.h"
 #include "few_rows.inc.h"
-#include "rotary.inc.h"
 #include "sweep.inc.h"
 #include "backward.inc.h"
 #include "weights.inc.h"
 #include "tangent.inc.h"
 #include "backward_tangent.inc.h"
 #include "mask_gradient.inc.h"
+#include "columns.inc.h"
+#include "rotary.inc.h"
+#include "rms_norm.inc.h"
+#include "swiglu.inc.h"
 #include "fma_peak.inc.h"
 
 inline const AttentionParams& forward_of(const GradParams& g) { return g.forward; }
@@ -60,16 +63,6 @@ struct FewRowsEntry {
   }
   static void merge(const AttentionParams& p, int64_t unit, void* partials, void* scratch) {
     FewRows<T>(p, scratch).merge(unit, static_cast<T*>(partials));
-  }
-};
-
-template <class T>
-struct RotaryEntry {
-  static int64_t scratch(const RotaryTable& table) { return Rotary<T>(table, nullptr).scratch_bytes(); }
-  static void run(const RotaryTable& table, int64_t position, const RotaryRows* rows, int64_t count, void* scratch) {
-    Rotary<T> rotary(table, scratch);
-    rotary.read_position(position);
-    for (int64_t i = 0; i < count; ++i) rotary.rotate(rows[i]);
   }
 };
 
@@ -182,8 +175,6 @@ constexpr KernelTable table() {
           FewRowsEntry<T>::partial_bytes,
           FewRowsEntry<T>::chunk,
           FewRowsEntry<T>::merge,
-          RotaryEntry<T>::scratch,
-          RotaryEntry<T>::run,
           WeightsEntry<T>::kernel(),
           TangentEntry<T>::kernel(),
           PartEntry<T, Backward>::kernel(),
@@ -192,7 +183,13 @@ constexpr KernelTable table() {
           MaskGradientEntry<T, BackwardTangent>::kernel(),
           AccumulatorEntry<T>::bytes,
           AccumulatorEntry<T>::add,
-          AccumulatorEntry<T>::write};
+          AccumulatorEntry<T>::write,
+          Rotary<T>::run,
+          RmsNorm<T>::forward,
+          RmsNorm<T>::backward,
+          RmsNorm<T>::add_weight_sums,
+          Swiglu<T>::forward,
+          Swiglu<T>::backward};
 }
 
 }  // namespace

@@ -95,9 +95,15 @@ struct LaneTile {
 template <class T>
 inline void row_addresses(const TensorView& view, const AttentionParams& p, const Unit& u, const LaneTile<T>& tile,
                           const char** row) {
+  const int64_t size = size_of(view.dtype), lanes = tile.vectors() * kWidth<T>;
+  if (p.heads_per_unit == 1) {  // one head's rows follow each other
+    const char* first = address(view, p, u, tile.heads[0], u.query_start + tile.queries[0]);
+    const int64_t step = view.row_stride * size;
+    for (int64_t lane = 0; lane < lanes; ++lane) row[lane] = first + (lane < tile.count ? lane : tile.count - 1) * step;
+    return;
+  }
   const char* base = address(view, p, u, 0, u.query_start);
-  const int64_t size = size_of(view.dtype);
-  for (int64_t lane = 0; lane < tile.vectors() * kWidth<T>; ++lane) {
+  for (int64_t lane = 0; lane < lanes; ++lane) {
     row[lane] = base + (tile.heads[lane] * view.head_stride + tile.queries[lane] * view.row_stride) * size;
   }
 }
@@ -131,19 +137,22 @@ template <class T>
 inline void describe_lanes(const AttentionParams& p, const Unit& u, int64_t first_row, LaneTile<T>& tile) {
   const int64_t left = u.rows(p) - first_row;
   tile.count = left < kLanes<T> ? left : kLanes<T>;
-  int64_t query = first_row / p.heads_per_unit;
-  int64_t head = first_row % p.heads_per_unit;
-  for (int64_t lane = 0; lane < tile.vectors() * kWidth<T>; ++lane) {
-    const KeyRange range = visible_keys(p.visibility, query + u.offset, u.seqlen_kv);
-    tile.begin[lane] = range.begin;
-    tile.end[lane] = range.end;
+  const int64_t lanes = tile.vectors() * kWidth<T>;
+  int64_t query = first_row / p.heads_per_unit, head = first_row % p.heads_per_unit;
+  for (int64_t lane = 0; lane < lanes; ++lane) {
     tile.queries[lane] = query;
     tile.heads[lane] = u.first_head + head;
-    tile.position[lane] = static_cast<T>(query + u.offset);
     if (lane + 1 < tile.count && ++head == p.heads_per_unit) {
       head = 0;
       ++query;
     }
+  }
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    const int64_t position = tile.queries[lane] + u.offset;
+    const KeyRange range = visible_keys(p.visibility, position, u.seqlen_kv);
+    tile.begin[lane] = range.begin;
+    tile.end[lane] = range.end;
+    tile.position[lane] = static_cast<T>(position);
   }
   if (p.attn_mask.data) row_addresses(p.attn_mask, p, u, tile, tile.mask_row);
   if (p.alibi_slopes.data) read_heads(p.alibi_slopes, p, u, tile, tile.slope);
@@ -156,14 +165,15 @@ inline void read_sinks(const AttentionParams& p, const Unit& u, const LaneTile<T
   for (int64_t lane = 0; lane < kLanes<T>; ++lane) lanes[lane] = draw_together<T>(lanes[lane]) * kLog2E<T>;
 }
 
-// One of the two numbers of each row's softmax state; 0 in lanes without a row.
+// The two numbers of each row's softmax state; 0 in lanes without a row.
 template <class T>
-inline void read_state(const AttentionParams& p, const Unit& u, const LaneTile<T>& tile, int64_t which, T* lanes) {
+inline void read_state(const AttentionParams& p, const Unit& u, const LaneTile<T>& tile, T* reference, T* sum) {
   const char* row[kLanes<T>];
   row_addresses(p.state, p, u, tile, row);
-  const int64_t skip = which * p.state.column_stride * size_of(p.state.dtype);
   for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
-    lanes[lane] = lane < tile.count ? load_scalar<T>(row[lane] + skip, p.state.dtype) : T(0);
+    const T* state = reinterpret_cast<const T*>(row[lane]);
+    reference[lane] = lane < tile.count ? state[0] : T(0);
+    sum[lane] = lane < tile.count ? state[p.state.column_stride] : T(0);
   }
 }
 

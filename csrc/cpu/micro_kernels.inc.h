@@ -99,22 +99,22 @@ ATTENTION_EXT_INLINE void broadcast_columns(const T* __restrict a, int64_t a_str
 }
 
 // c[i][column] += sum over r in [first, last) of a[i][r] * b[r][column], for kRows rows i and whole vectors of
-// columns, in strips of about equal width: dV and dK.
+// columns, in strips of about equal width: dV and dK. The first sum of all overwrites what c holds.
 template <class T, int kRows, int kVectors>
 __attribute__((noinline)) void add_product(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth,
-                                           T* c, int64_t c_stride) {
+                                           bool is_first, T* c, int64_t c_stride) {
   Vec<T> sum[kRows][kVectors];
   broadcast_rows<T, kRows, kVectors>(a, a_stride, b, b_stride, depth, sum);
   for (int i = 0; i < kRows; ++i) {
     for (int v = 0; v < kVectors; ++v) {
       T* out = c + i * c_stride + v * kWidth<T>;
-      store(out, load(out) + sum[i][v]);
+      store(out, is_first ? sum[i][v] : load(out) + sum[i][v]);
     }
   }
 }
 template <class T, int kRows>
 inline void add_product(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t first, int64_t last,
-                        int64_t columns, T* c, int64_t c_stride) {
+                        int64_t columns, bool is_first, T* c, int64_t c_stride) {
   constexpr int most = Tuning::kLaneVectors;
   const int64_t vectors = columns / kWidth<T>;
   const int64_t strips = (vectors + most - 1) / most;
@@ -122,7 +122,7 @@ inline void add_product(const T* a, int64_t a_stride, const T* b, int64_t b_stri
     const int64_t left = vectors * s / strips * kWidth<T>, right = vectors * (s + 1) / strips * kWidth<T>;
     with_constant<most>((right - left) / kWidth<T>, [&](auto width) {
       add_product<T, kRows, decltype(width)::value>(a + first, a_stride, b + first * b_stride + left, b_stride,
-                                                    last - first, c + left, c_stride);
+                                                    last - first, is_first, c + left, c_stride);
     });
   }
 }

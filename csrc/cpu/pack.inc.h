@@ -148,10 +148,15 @@ inline void pack_lanes(const Rows& src, int64_t lanes, int64_t lane_stride, T* _
       for (int64_t c = 0; c < src.columns; c += w) {
         const int64_t count = src.columns - c < w ? src.columns - c : w;
         Vec<T> block[w];
-        for (int i = 0; i < w; ++i) {
-          block[i] = lane + i < src.count ? load_some<T>(reinterpret_cast<const S*>(src.row[lane + i]) + c * src.stride,
-                                                         src.stride, count)
-                                          : Vec<T>{};
+        if (src.stride == 1 && count == w && lane + w <= src.count) {
+#pragma GCC unroll 16
+          for (int i = 0; i < w; ++i) block[i] = load_as<T>(reinterpret_cast<const S*>(src.row[lane + i]) + c);
+        } else {
+          for (int i = 0; i < w; ++i) {
+            block[i] = Vec<T>{};
+            if (lane + i >= src.count) continue;
+            block[i] = load_some<T>(reinterpret_cast<const S*>(src.row[lane + i]) + c * src.stride, src.stride, count);
+          }
         }
         transpose<T>(block);
         T* out = dst + c * lane_stride + lane;
@@ -179,12 +184,21 @@ inline void unpack_lanes(const T* __restrict src, int64_t lane_stride, const T* 
           const int64_t count = dst.columns - c < w ? dst.columns - c : w;
           Vec<T> block[w];
           const T* in = src + c * lane_stride + lane;
-          for (int i = 0; i < w; ++i) block[i] = i < count ? load(in + i * lane_stride) * f : Vec<T>{};
+          if (count == w) {
+#pragma GCC unroll 16
+            for (int i = 0; i < w; ++i) block[i] = load(in + i * lane_stride) * f;
+          } else {
+            for (int i = 0; i < w; ++i) block[i] = i < count ? load(in + i * lane_stride) * f : Vec<T>{};
+          }
           transpose<T>(block);
-          const int64_t rows = dst.count - lane < w ? dst.count - lane : w;
-          for (int64_t i = 0; i < rows; ++i) {
-            S* out = reinterpret_cast<S*>(const_cast<char*>(dst.row[lane + i])) + c * dst.stride;
-            store_some<T>(out, dst.stride, count, block[i]);
+          const auto out = [&](int64_t i) {
+            return reinterpret_cast<S*>(const_cast<char*>(dst.row[lane + i])) + c * dst.stride;
+          };
+          if (dst.stride == 1 && count == w && lane + w <= dst.count) {
+#pragma GCC unroll 16
+            for (int i = 0; i < w; ++i) store_as(out(i), block[i]);
+          } else {
+            for (int64_t i = 0; i < w && lane + i < dst.count; ++i) store_some<T>(out(i), dst.stride, count, block[i]);
           }
         }
       }
@@ -197,23 +211,29 @@ ATTENTION_EXT_INLINE Mask<T> not_finite(Vec<T> x) {
   return (x - x) != Vec<T>{};
 }
 
-// dst[row][column], row stride dst_stride >= columns rounded up, the padding 0. With kReplace NaN and
-// infinity become 0 (kept apart by the caller, who adds them to the rows that may see them).
+// dst[row][column], row stride dst_stride >= columns rounded up, the padding 0; returns whether all was finite.
+// With kReplace NaN and infinity become 0 (kept apart by the caller, who adds them to the rows that may see them).
 template <class T, bool kReplace>
-inline void copy_rows(const Rows& src, T* __restrict dst, int64_t dst_stride) {
+inline bool copy_rows(const Rows& src, T* __restrict dst, int64_t dst_stride) {
   constexpr int w = kWidth<T>;
+  const int64_t whole = src.stride == 1 ? src.columns / w * w : 0;  // columns to load as vectors
+  Vec<T> differences = {};  // x - x, which only a finite number has 0
   dispatch_storage<T>(src.dtype, [&](auto* tag) {
     using S = typename std::remove_pointer<decltype(tag)>::type;
     for (int64_t i = 0; i < src.count; ++i) {
       const S* in = reinterpret_cast<const S*>(src.row[i]);
-      for (int64_t c = 0; c < src.columns; c += w) {
-        const int64_t count = src.columns - c < w ? src.columns - c : w;
-        Vec<T> x = load_some<T>(in + c * src.stride, src.stride, count);
-        if (kReplace) x = keep<T>(~not_finite<T>(x), x);
-        store(dst + i * dst_stride + c, x);
+      T* out = dst + i * dst_stride;
+      const auto copy = [&](int64_t c, Vec<T> x) {
+        differences += x - x;
+        store(out + c, kReplace ? keep<T>(~not_finite<T>(x), x) : x);
+      };
+      for (int64_t c = 0; c < whole; c += w) copy(c, load_as<T>(in + c));
+      for (int64_t c = whole; c < src.columns; c += w) {
+        copy(c, load_some<T>(in + c * src.stride, src.stride, src.columns - c < w ? src.columns - c : w));
       }
     }
   });
+  return !any(Mask<T>(differences != T(0)));
 }
 
 // Largest sum of squares of a row; NaN or infinity where a row is not finite (or too large). Rows are padded
@@ -272,17 +292,20 @@ inline bool all_finite(const T* rows, int64_t stride, int64_t count, int64_t col
 template <class T>
 inline void dot_rows(const Rows& a, const Rows& b, T* out) {
   constexpr int w = kWidth<T>;
+  const int64_t whole = a.stride == 1 && b.stride == 1 ? a.columns / w * w : 0;  // columns to load as vectors
   dispatch_storage<T>(a.dtype, [&](auto* tag) {
     using S = typename std::remove_pointer<decltype(tag)>::type;
     for (int64_t i = 0; i < a.count; i += w) {
       Vec<T> sums[w] = {};
       for (int64_t j = 0; j < w && i + j < a.count; ++j) {
         const S *x = reinterpret_cast<const S*>(a.row[i + j]), *y = reinterpret_cast<const S*>(b.row[i + j]);
-        for (int64_t c = 0; c < a.columns; c += w) {
+        Vec<T> sum = {};
+        for (int64_t c = 0; c < whole; c += w) sum = fma(load_as<T>(x + c), load_as<T>(y + c), sum);
+        for (int64_t c = whole; c < a.columns; c += w) {
           const int64_t count = a.columns - c < w ? a.columns - c : w;
-          sums[j] = fma(load_some<T>(x + c * a.stride, a.stride, count), load_some<T>(y + c * b.stride, b.stride, count),
-                        sums[j]);
+          sum = fma(load_some<T>(x + c * a.stride, a.stride, count), load_some<T>(y + c * b.stride, b.stride, count), sum);
         }
+        sums[j] = sum;
       }
       store(out + i, horizontal_sums<T>(sums));
     }
@@ -358,10 +381,12 @@ inline void store_rows(const TensorView& view, const char* first, int64_t count,
     using S = typename std::remove_pointer<decltype(tag)>::type;
     if constexpr (kIsOutput<S>) {
       S* out = reinterpret_cast<S*>(const_cast<char*>(first));
-      for (int64_t i = 0; i < count; ++i) {
-        for (int64_t c = 0; c < columns; c += w) {
-          store_some<T>(out + i * view.row_stride + c * view.column_stride, view.column_stride,
-                        columns - c < w ? columns - c : w, load(src + i * padded + c) * factor);
+      const int64_t whole = view.column_stride == 1 ? columns / w * w : 0;  // columns to store as vectors
+      for (int64_t i = 0; i < count; ++i, out += view.row_stride, src += padded) {
+        for (int64_t c = 0; c < whole; c += w) store_as(out + c, load(src + c) * factor);
+        for (int64_t c = whole; c < columns; c += w) {
+          store_some<T>(out + c * view.column_stride, view.column_stride, columns - c < w ? columns - c : w,
+                        load(src + c) * factor);
         }
       }
     }

@@ -1,85 +1,79 @@
-// Rotary position embedding: the first R columns of a row turn by its position, the others are copied.
-//
-//   (a, b) -> (a cos - b sin, b cos + a sin)      pairs of halves (c, c + R/2) or of neighbours (2c, 2c + 1)
-//
-// in the accumulation type, rounded once. Products and sums are rounded apart, as torch's operations would.
+// Rotary embedding: pair (a, b) of a row -> (a cos - b sin, b cos + a sin), cos and sin from the tables' row of
+// its position. Serial over neighbouring rows, in T, products and sums rounded apart as torch's operations
+// would, and the result once. Transposed it is the inverse rotation.
 
-// a[i] = (a, b)[2i], b[i] = (a, b)[2i + 1], and back.
-template <class T, size_t... kLane>
-ATTENTION_EXT_INLINE void split_neighbours(Vec<T>& a, Vec<T>& b, std::index_sequence<kLane...>) {
-  const Vec<T> even = __builtin_shufflevector(a, b, (2 * static_cast<int>(kLane))...);
-  const Vec<T> odd = __builtin_shufflevector(a, b, (2 * static_cast<int>(kLane) + 1)...);
-  a = even;
-  b = odd;
+// Lanes 0, 2, 4, ... (kOdd: 1, 3, 5, ...) of two neighbouring vectors.
+template <class T, int kOdd, size_t... kLane>
+ATTENTION_EXT_INLINE Vec<T> every_other(Vec<T> a, Vec<T> b, std::index_sequence<kLane...>) {
+  return __builtin_shufflevector(a, b, (2 * static_cast<int>(kLane) + kOdd)...);
 }
-template <class T, size_t... kLane>
-ATTENTION_EXT_INLINE void join_neighbours(Vec<T>& a, Vec<T>& b, std::index_sequence<kLane...>) {
-  constexpr int w = kWidth<T>;
-  const Vec<T> low = __builtin_shufflevector(a, b, (static_cast<int>(kLane) / 2 + (kLane % 2 ? w : 0))...);
-  const Vec<T> high = __builtin_shufflevector(a, b, (static_cast<int>(kLane) / 2 + (kLane % 2 ? w : 0) + w / 2)...);
-  a = low;
-  b = high;
+// The way back: x and y taken in turns, from lane kFirst on.
+template <class T, int kFirst, size_t... kLane>
+ATTENTION_EXT_INLINE Vec<T> in_turns(Vec<T> x, Vec<T> y, std::index_sequence<kLane...>) {
+  return __builtin_shufflevector(x, y,
+                                 (kFirst + static_cast<int>(kLane) / 2 + (kLane % 2 ? kWidth<T> : 0))...);
 }
 
-// The rows of one position.
 template <class T>
-class Rotary {
- public:
-  Rotary(const RotaryTable& table, void* memory) : table_(table), arena_(memory) {
-    cos_ = arena_.take<T>(round_up_to_vector<T>(table.half));
-    sin_ = arena_.take<T>(round_up_to_vector<T>(table.half));
-  }
-  int64_t scratch_bytes() const { return arena_.used(); }
-
-  void read_position(int64_t position) {
-    read(table_.cos, position, cos_);
-    read(table_.sin, position, sin_);
-  }
-
-  void rotate(const RotaryRows& rows) const {
-    dispatch_storage<T>(rows.dtype, [&](auto* tag) {
+struct Rotary {
+  static void run(const RotaryParams& r, const RotaryRows& rows) {
+    dispatch_output<T>(r.input.dtype, [&](auto* tag) {
       using S = typename std::remove_pointer<decltype(tag)>::type;
-      if constexpr (kIsOutput<S>) {
-        for (int64_t i = 0; i < rows.count; ++i) {
-          const S* from = static_cast<const S*>(rows.from) + i * rows.from_stride;
-          S* into = static_cast<S*>(rows.into) + i * rows.into_stride;
-          for (int64_t c = 0; c < table_.half; c += kWidth<T>) turn(from, into, rows, c);
-          for (int64_t c = 2 * table_.half; c < rows.columns; ++c) {
-            into[c * rows.into_column_stride] = from[c * rows.from_column_stride];
-          }
-        }
+      for (int64_t i = 0; i < rows.count; ++i) {
+        const int64_t given = rows.positions ? rows.positions[i] : rows.first_position + i;
+        const S* in = static_cast<const S*>(r.input.data) + rows.input + i * r.input.row_stride;
+        S* out = static_cast<S*>(const_cast<void*>(r.output.data)) + rows.output + i * r.output.row_stride;
+        row(r, in, out, given < 0 ? 0 : given);
       }
     });
   }
 
  private:
-  void read(const TensorView& view, int64_t position, T* out) const {
-    const char* row = static_cast<const char*>(view.data) + position * view.row_stride * size_of(view.dtype);
-    copy_rows<T, false>({&row, 1, view.column_stride, table_.half, view.dtype}, out, 0);
+  static constexpr auto kLanes = std::make_index_sequence<kWidth<T>>{};
+
+  struct Pairs {
+    Vec<T> a, b;
+  };
+  static ATTENTION_EXT_INLINE Pairs turn(const RotaryParams& r, Pairs x, int64_t position, int64_t pair,
+                                         int64_t count) {
+    const Vec<T> cos = load_view<T>(r.cos, position * r.cos.row_stride + pair * r.cos.column_stride, count);
+    const Vec<T> given = load_view<T>(r.sin, position * r.sin.row_stride + pair * r.sin.column_stride, count);
+    const Vec<T> sin = r.inverse ? -given : given;
+    return {x.a * cos - x.b * sin, x.b * cos + x.a * sin};
   }
 
-  // The pairs [c, c + W).
   template <class S>
-  ATTENTION_EXT_INLINE void turn(const S* from, S* into, const RotaryRows& rows, int64_t c) const {
-    constexpr int w = kWidth<T>;
-    constexpr auto kLanesOf = std::make_index_sequence<w>{};
-    const int64_t count = table_.half - c < w ? table_.half - c : w;
-    // Neighbours: 2 * count columns, in two vectors.
-    const int64_t first = table_.interleaved ? 2 * c : c, second = table_.interleaved ? first + w : table_.half + c;
-    const int64_t in_first = table_.interleaved && 2 * count < w ? 2 * count : table_.interleaved ? w : count;
-    const int64_t in_second = table_.interleaved ? 2 * count - in_first : count;
-    Vec<T> a = load_some<T>(from + first * rows.from_column_stride, rows.from_column_stride, in_first);
-    Vec<T> b = load_some<T>(from + second * rows.from_column_stride, rows.from_column_stride, in_second);
-    if (table_.interleaved) split_neighbours<T>(a, b, kLanesOf);
-    const Vec<T> cos = load(cos_ + c), sin = load(sin_ + c);
-    Vec<T> x = a * cos - b * sin, y = b * cos + a * sin;
-    if (table_.interleaved) join_neighbours<T>(x, y, kLanesOf);
-    store_some<T>(into + first * rows.into_column_stride, rows.into_column_stride, in_first, x);
-    store_some<T>(into + second * rows.into_column_stride, rows.into_column_stride, in_second, y);
+  static ATTENTION_EXT_INLINE void row(const RotaryParams& r, const S* in, S* out, int64_t position) {
+    const int64_t from = r.input.column_stride, to = r.output.column_stride, half = r.rotary_dim / 2;
+    if (r.interleaved) {
+      neighbours(r, in, out, position);
+    } else {
+      const int64_t next_in = half * from, next_out = half * to;
+      for (int64_t i = 0; i < half; i += kWidth<T>) {
+        const int64_t count = half - i < kWidth<T> ? half - i : kWidth<T>;
+        const S* first = in + i * from;
+        const Pairs x = turn(r, {load_some<T>(first, from, count), load_some<T>(first + next_in, from, count)},
+                             position, i, count);
+        store_some<T>(out + i * to, to, count, x.a);
+        store_some<T>(out + i * to + next_out, to, count, x.b);
+      }
+    }
+    for (int64_t j = r.rotary_dim; j < r.head_dim; ++j) out[j * to] = in[j * from];
   }
 
-  const RotaryTable& table_;
-  Arena arena_;
-  T* cos_;  // [half, padded]: of the position
-  T* sin_;
+  template <class S>
+  static ATTENTION_EXT_INLINE void neighbours(const RotaryParams& r, const S* in, S* out, int64_t position) {
+    constexpr int64_t w = kWidth<T>;
+    const int64_t from = r.input.column_stride, to = r.output.column_stride, half = r.rotary_dim / 2;
+    for (int64_t i = 0; i < half; i += w) {
+      const int64_t count = half - i < w ? half - i : w;
+      const int64_t low = 2 * count < w ? 2 * count : w, high = 2 * count - low;  // columns of the two vectors
+      const S* first = in + 2 * i * from;
+      const Vec<T> a = load_some<T>(first, from, low), b = load_some<T>(first + w * from, from, high);
+      const Pairs x = turn(r, {every_other<T, 0>(a, b, kLanes), every_other<T, 1>(a, b, kLanes)}, position, i, count);
+      S* there = out + 2 * i * to;
+      store_some<T>(there, to, low, in_turns<T, 0>(x.a, x.b, kLanes));
+      store_some<T>(there + w * to, to, high, in_turns<T, kWidth<T> / 2>(x.a, x.b, kLanes));
+    }
+  }
 };

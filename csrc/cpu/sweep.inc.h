@@ -82,8 +82,7 @@ class Sweep {
     LaneTile<T>& tile = tile_[t];
     describe_lanes(p_, unit_, first_row, tile);
     pack_rows(p_.query, tile, p_.head_dim, query_of(t));
-    read_state(p_, unit_, tile, 0, reference_ + t * kLanes<T>);
-    read_state(p_, unit_, tile, 1, sum_ + t * kLanes<T>);
+    read_state(p_, unit_, tile, reference_ + t * kLanes<T>, sum_ + t * kLanes<T>);
     for (int v = 0; v < kVectors; ++v) set_factor(t * kLanes<T> + v * kWidth<T>);
   }
 
@@ -163,10 +162,9 @@ class Sweep {
     const char* row[kLanes<T>];
     row_addresses(view, p_, unit_, tile, row);
     const Rows rows{row, tile.count, view.column_stride, columns, view.dtype};
-    copy_rows<T, false>(rows, dst, padded);
-    memset(dst + tile.count * padded, 0, (kLanes<T> - tile.count) * padded * sizeof(T));
-    const bool finite = all_finite(dst, padded, tile.count, padded);
+    const bool finite = copy_rows<T, false>(rows, dst, padded);
     if (!finite) copy_rows<T, true>(rows, dst, padded);
+    memset(dst + tile.count * padded, 0, (kLanes<T> - tile.count) * padded * sizeof(T));
     return finite;
   }
 
@@ -223,6 +221,22 @@ class Sweep {
                        s.segment[0].last_vector - s.segment[0].first_vector == kVectors;
     if (whole) return;
     for (int64_t k = 0; k < count_; ++k) memset(array + k * stride() + t * kLanes<T>, 0, kLanes<T> * sizeof(T));
+  }
+
+  // 0 in the cells that for_key_blocks reads beyond those that a vector's rows see: its blocks of keys begin
+  // and end up to so many keys away. All cells that they see are computed, or none.
+  void clear_around(const CellTile<T>& cells, int64_t t, T* array) const {
+    constexpr int64_t kAway = kBlockRows<> - 1;
+    const LaneTile<T>& lanes = cells.lanes;
+    for (int v = 0; v < lanes.vectors(); ++v) {
+      const int64_t begin = clamp_to(lanes.begin[v * kWidth<T>] - first_key_, 0, count_);
+      const int64_t end = clamp_to(lanes.end[(v + 1) * kWidth<T> - 1] - first_key_, 0, count_);
+      T* column = array + t * kLanes<T> + v * kWidth<T>;
+      for (int64_t k = begin > kAway ? begin - kAway : 0; k < (cells.empty() ? end : begin); ++k) {
+        store(column + k * stride(), Vec<T>{});
+      }
+      for (int64_t k = end; k < end + kAway && k < count_; ++k) store(column + k * stride(), Vec<T>{});
+    }
   }
 
   // out += (rows left out of a product because they are not finite) for the cells that see them:
@@ -306,17 +320,17 @@ struct KeyAccumulator {
 };
 
 // f(key, Constant<keys>, first row, last row): the rows of the super-block, in whole vectors, that see any key
-// of each block of keys.
+// of each block of keys; first == last if none does.
 template <class T, class F>
 inline void for_key_blocks(const LaneTile<T>* tile, int64_t tiles, int64_t first_key, int64_t count, F&& f) {
   constexpr int kVectors = Tuning::kLaneVectors;
-  const int vectors = static_cast<int>(tiles) * kVectors;
+  const int vectors = static_cast<int>((tiles - 1) * kVectors + tile[tiles - 1].vectors());
   const auto end_of = [&](int v) { return tile[v / kVectors].end[(v % kVectors + 1) * kWidth<T> - 1]; };
   const auto begin_of = [&](int v) { return tile[v / kVectors].begin[v % kVectors * kWidth<T>]; };
   int first = 0, last = 0;
   for_row_blocks(0, count, [&](int64_t k, auto rows) {
     while (first < vectors && end_of(first) <= first_key + k) ++first;
     while (last < vectors && begin_of(last) < first_key + k + decltype(rows)::value) ++last;
-    if (first < last) f(k, rows, first * kWidth<T>, last * kWidth<T>);
+    f(k, rows, first * kWidth<T>, (first < last ? last : first) * kWidth<T>);
   });
 }
