@@ -111,29 +111,30 @@ class AttentionFunction(torch.autograd.Function):
 
 
 class ShortAttentionFunction(torch.autograd.Function):
-    """AttentionFunction for the output of calls of five fields, outside of transforms.
+    """AttentionFunction for the output of calls of at most eight fields, outside of transforms.
 
     A small training step pays for Python most of all: each argument, result and saved tensor costs
-    a microsecond. (query, key, value, attn_mask without gradient, is_causal) -> output.
+    up to a microsecond. (query, key, value[, attn_mask without gradient, …]) -> output.
     """
 
     @staticmethod
     def forward(ctx: Any, *call: Any) -> Tensor:
-        query, key, value, attn_mask, ctx.is_causal = call
         output, state = library.forward_with_state(*call)
-        ctx.save_for_backward(output, state, query, key, value, attn_mask)
+        ctx.save_for_backward(output, state, *call[:4])
+        if len(call) > 3:
+            ctx.numbers = call[4:]
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        output, state, query, key, value, attn_mask = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        numbers = ctx.numbers if len(saved) > 5 else ()
         if torch.is_grad_enabled() or is_transformed():
-            call = query, key, value, attn_mask, ctx.is_causal
             run: Any = BackwardFunction.apply
-            grads = run(False, grad_output, None, None, output, state, *call)
-            return *grads[:3], None, None
-        arguments = grad_output, query, key, value, output, state, attn_mask, ctx.is_causal
-        return *library.backward_short(*arguments), None, None
+            grads = run(False, grad_output, None, None, *saved, *numbers)[:3]
+        else:
+            grads = library.backward_short(grad_output, *saved, *numbers)
+        return (*grads, None, *(None,) * len(numbers)) if numbers else grads
 
 
 class BackwardFunction(torch.autograd.Function):

@@ -41,7 +41,8 @@ _load()
 _ops = torch.ops.attention_ext
 forward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.forward.default
 backward: Callable[..., tuple[Tensor, ...]] = _ops.backward.default
-# Short forms, for calls of up to five fields; the first returns the output alone.
+# Short forms, for calls of few fields; the first returns the output alone.
+SHORT = 8
 forward_output: Callable[..., Tensor] = _ops.forward.output
 forward_with_state: Callable[..., tuple[Tensor, Tensor]] = _ops.forward.with_state
 backward_short: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.backward.short
@@ -131,7 +132,7 @@ def _backward_fake(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_short_fake(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
-    return _gradients_fake(*arguments[1:4], *arguments[6:], **named)[:3]
+    return _gradients_fake(*arguments[3:], **named)[:3]
 
 
 def _backward_tangent_fake(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:

@@ -34,7 +34,7 @@ Results = tuple[Tensor, Tensor, Optional]  # output, lse, weights
 def output(call: Sequence[Any]) -> Tensor:
     """Return the output alone, differentiable in every way; call: as for `attention`."""
     if (
-        len(call) > 5
+        len(call) > library.SHORT
         or torch.compiler.is_compiling()
         or is_transformed()
         or torch._C._is_any_autocast_enabled()
@@ -43,10 +43,9 @@ def output(call: Sequence[Any]) -> Tensor:
         return attention(call)[0]
     if not (torch.is_grad_enabled() and _requires_grad(call)):
         return library.forward_output(*call)
-    attn_mask, is_causal = call[3:] or (None, False)
-    if attn_mask is not None and attn_mask.requires_grad:
+    if len(call) > 3 and call[3] is not None and call[3].requires_grad:
         return attention(call)[0]
-    result: Tensor = _short_apply(*call[:3], attn_mask, is_causal)
+    result: Tensor = _short_apply(*call)
     return result
 
 

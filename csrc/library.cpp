@@ -21,7 +21,9 @@ const std::string kOptions =
     "Tensor? sinks=None, Tensor? seqused_k=None, Tensor? seed=None, int shared_batch_dims=0, "
     "Tensor? cu_seq_q=None, Tensor? cu_seq_k=None, int max_q=0, int max_k=0";
 
-const std::string kFewOptions = "Tensor? attn_mask=None, bool is_causal=False";
+// The first of them, which are all that most calls have; in the order of WithFewOptions.
+const std::string kFewOptions =
+    "Tensor? attn_mask=None, bool is_causal=False, float? scale=None, bool enable_gqa=False, bool lower_right=False";
 
 // The result of the forward, its upstream gradients and the inputs: what a derivative starts from.
 const std::string kForward = "Tensor query, Tensor key, Tensor value, ";
@@ -125,7 +127,7 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
   // Short forms: an argument costs a call a tenth of a microsecond even where it is left out.
   m.def(("forward.output(" + kForward + kFewOptions + ") -> Tensor").c_str());
   m.def(("forward.with_state(" + kForward + kFewOptions + ") -> (Tensor output, Tensor state)").c_str());
-  m.def(("backward.short(Tensor grad_output, " + kForward + kResults + kFewOptions +
+  m.def(("backward.short(Tensor grad_output, " + kResults + kForward + kFewOptions +
          ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)").c_str());
   m.def(("backward(" + kUpstream + "Tensor? grad_weights, " + kForward + kResults + kOptions + ") -> " + kGradients).c_str());
   m.def(("mask_gradient(" + kUpstream + "Tensor? grad_weights, " + kForward + kResults + kOptions + ") -> Tensor").c_str());

@@ -27,16 +27,20 @@ struct WithOptions<kFunction> {
   }
 };
 
-// The same for the short form of an operator, which takes the two options that most calls have.
+// The same for the short form of an operator, which takes the first few options.
 template <auto kFunction>
 struct WithFewOptions;
 
 template <class Result, class... Leading, Result (*kFunction)(const AttentionOptions&, Leading...)>
 struct WithFewOptions<kFunction> {
-  static Result call(Leading... leading, std::optional<Tensor> attn_mask, bool is_causal) {
+  static Result call(Leading... leading, std::optional<Tensor> attn_mask, bool is_causal, std::optional<double> scale,
+                     bool enable_gqa, bool lower_right) {
     AttentionOptions options;
     options.attn_mask = std::move(attn_mask);
     options.is_causal = is_causal;
+    options.scale = scale;
+    options.enable_gqa = enable_gqa;
+    options.lower_right = lower_right;
     return kFunction(options, std::forward<Leading>(leading)...);
   }
 };

@@ -238,19 +238,24 @@ def test_a_wrong_fake_call_gets_the_text_of_the_real_one():
     assert not mode.shape_env.guards  # the check added none
 
 
-@pytest.mark.parametrize("mask", [None, torch.ones(5, 6, dtype=torch.bool).tril(2)])
-def test_short_forms_give_the_same_bits_and_pass_opcheck(mask):
-    query, key, value = (torch.randn(2, 3, n, 4) for n in (5, 6, 6))
-    call = query, key, value, mask, True
+@pytest.mark.parametrize(
+    "options",
+    [(), (torch.ones(5, 6, dtype=torch.bool).tril(2), True), (None, True, 0.3, True, True)],
+    ids=["plain", "mask", "all"],
+)
+def test_short_forms_give_the_same_bits_and_pass_opcheck(options):
+    query = torch.randn(2, 6, 5, 4)
+    key, value = (torch.randn(2, 2 if len(options) > 2 else 6, 6, 4) for _ in range(2))
+    call = query, key, value, *options
     output, _, state = forward(*call)
     assert_same_bits(ops.forward.output(*call), output)
     for short, long in zip(ops.forward.with_state(*call), (output, state), strict=True):
         assert_same_bits(short, long)
     upstream = torch.randn_like(output)
-    rest = *call[:3], output, state, *call[3:]
-    grads = backward(upstream, None, None, *rest)
-    for short, long in zip(ops.backward.short(upstream, *rest), grads, strict=False):
+    grads = backward(upstream, None, None, *call[:3], output, state, *options)
+    saved = output, state, *call
+    for short, long in zip(ops.backward.short(upstream, *saved), grads, strict=False):
         assert_same_bits(short, long)
     torch.library.opcheck(ops.forward.output, call)
     torch.library.opcheck(ops.forward.with_state, call)
-    torch.library.opcheck(ops.backward.short, (upstream, *rest))
+    torch.library.opcheck(ops.backward.short, (upstream, *saved))

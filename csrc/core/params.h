@@ -84,7 +84,8 @@ struct AttentionParams {
   TensorView lse;           // (batch..., head, seqlen_q), accumulation type; written by the forward, or absent
   TensorView state;         // (batch..., head, seqlen_q, 2), the same: P = 2^(x - state[0]) / state[1], or absent
 
-  int64_t num_units() const { return num_batches * (num_heads / heads_per_unit); }
+  int64_t units_per_batch() const { return num_heads / heads_per_unit; }
+  int64_t num_units() const { return num_batches * units_per_batch(); }
   int64_t rows_per_unit() const { return heads_per_unit * seqlen_q; }
 };
 

@@ -146,9 +146,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return all_results(gradients_of(options, grad_output, grad_lse, grad_weights, query, key, value, output, state));
 }
 
+// Tensors in the order in which autograd keeps them, so that Python does not sort them.
 std::tuple<Tensor, Tensor, Tensor> backward_short(const AttentionOptions& options, const Tensor& grad_output,
-                                                  const Tensor& query, const Tensor& key, const Tensor& value,
-                                                  const Tensor& output, const Tensor& state) {
+                                                  const Tensor& output, const Tensor& state, const Tensor& query,
+                                                  const Tensor& key, const Tensor& value) {
   Gradients::Result grads =
       gradients_of(options, grad_output, std::nullopt, std::nullopt, query, key, value, output, state);
   return {std::move(grads.query), std::move(grads.key), std::move(grads.value)};

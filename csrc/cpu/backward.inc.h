@@ -154,7 +154,8 @@ class Backward : public Sweep<T> {
   Mask<T> needs_sweep(int64_t t, int v) const {
     if (g_.grad_weights.data) return ~Mask<T>{};
     const int64_t lane = t * kLanes<T> + v * kWidth<T>;
-    return (load(this->reference_ + lane) != T(0)) | (load(this->factor_ + lane) < T(0x1p-20));
+    const Mask<T> large = (load(this->reference_ + lane) != T(0)) | (load(this->factor_ + lane) < T(0x1p-20));
+    return large & first_lanes<T>(tile_[t].count - v * kWidth<T>);
   }
   void add_deltas(int64_t t, T* sum) {
     const CellTile<T> cells = this->cells_of(t);

@@ -154,10 +154,11 @@ void set_results(Call& call, const Tensor& output, const Tensor& state) {
   set_state(call, output, state);
 }
 
-Gradients::Target Gradients::make_target(const Call& call, const Tensor& input, int64_t heads, int64_t slices,
-                                         int64_t rows, int64_t columns) {
+Gradients::Target Gradients::make_target(const Call& call, const Tensor& input, int64_t slices, int64_t rows,
+                                         int64_t columns) {
   const AttentionParams& p = call.params;
   const TensorInfo own = info("input", input);
+  const int64_t heads = own.from_end(call.packed ? 2 : 3);
   Target target{empty_laid_out_like(input, own.dim, own.size, input.scalar_type()), std::nullopt, {}};
   if (call.packed) zero(target.grad);  // slack rows
   int64_t batches = 1;
@@ -204,19 +205,12 @@ void Gradients::sum(const Call& call, Target& target) {
 }
 
 Gradients::Gradients(const Call& call, const Tensor& query, const Tensor& key, const Tensor& value,
-                     const AttentionOptions& options) {
-  const AttentionParams& p = call.params;
-  const int64_t units = p.num_heads / p.heads_per_unit;
-  const int64_t head_place = call.packed ? 2 : 3;
-  const auto heads = [&](const Tensor& t) { return info("", t).from_end(head_place); };
-  query_ = make_target(call, query, heads(query), p.num_heads, p.seqlen_q, p.head_dim);
-  key_ = make_target(call, key, heads(key), units, p.seqlen_kv, p.head_dim);
-  value_ = make_target(call, value, heads(value), units, p.seqlen_kv, p.value_dim);
-  const auto per_head = [&](const std::optional<Tensor>& t) {
-    return t ? std::optional<Tensor>(like(*t, t->scalar_type())) : std::nullopt;
-  };
-  slopes_ = per_head(options.alibi_slopes);
-  sinks_ = per_head(options.sinks);
+                     const AttentionOptions& options)
+    : query_(make_target(call, query, call.params.num_heads, call.params.seqlen_q, call.params.head_dim)),
+      key_(make_target(call, key, call.params.units_per_batch(), call.params.seqlen_kv, call.params.head_dim)),
+      value_(make_target(call, value, call.params.units_per_batch(), call.params.seqlen_kv, call.params.value_dim)) {
+  if (options.alibi_slopes) slopes_ = like(*options.alibi_slopes, options.alibi_slopes->scalar_type());
+  if (options.sinks) sinks_ = like(*options.sinks, options.sinks->scalar_type());
   int64_t sizes[kMaxDims];
   const int64_t dim = call.output_shape(-1, sizes);
   const ScalarType dtype = accumulation_type(query.scalar_type());

@@ -60,8 +60,7 @@ class Gradients {
     std::optional<Tensor> temporary;  // (*batch, slices, rows, columns), accumulation type
     TensorView view;
   };
-  static Target make_target(const Call& call, const Tensor& input, int64_t heads, int64_t slices, int64_t rows,
-                            int64_t columns);
+  static Target make_target(const Call& call, const Tensor& input, int64_t slices, int64_t rows, int64_t columns);
   static void sum(const Call& call, Target& target);
 
   Target query_, key_, value_;

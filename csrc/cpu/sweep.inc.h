@@ -120,7 +120,7 @@ class Sweep {
     }
   }
 
-  // dst[column][lane]: the tile's rows of a tensor, or 0 if it is absent.
+  // dst[column][lane] in the vectors that hold a row: the tile's rows of a tensor, or 0 if it is absent.
   void pack_rows(const TensorView& view, const LaneTile<T>& tile, int64_t columns, T* dst) const {
     if (!view.data) {
       memset(dst, 0, columns * kLanes<T> * sizeof(T));
@@ -128,7 +128,7 @@ class Sweep {
     }
     const char* row[kLanes<T>];
     row_addresses(view, p_, unit_, tile, row);
-    pack_lanes<T>({row, tile.count, view.column_stride, columns, view.dtype}, kLanes<T>, kLanes<T>, dst);
+    pack_lanes<T>({row, tile.count, view.column_stride, columns, view.dtype}, tile.vectors() * kWidth<T>, kLanes<T>, dst);
   }
 
   // lanes[lane] = rowsum(a * b) of two tensors shaped like the output; 0 if one is absent.
@@ -152,7 +152,8 @@ class Sweep {
                   kLanes<T>, dst + cells.begin() * kLanes<T>);
   }
 
-  // Rows for the sums over queries; NaN and infinity are left out and the answer is false. Missing rows are 0.
+  // Rows for the sums over queries; NaN and infinity are left out and the answer is false. The missing rows of a
+  // vector are 0.
   bool finite_rows(const TensorView& view, const LaneTile<T>& tile, int64_t columns, T* dst) const {
     const int64_t padded = round_up_to_vector<T>(columns);
     if (!view.data) {
@@ -164,7 +165,8 @@ class Sweep {
     const Rows rows{row, tile.count, view.column_stride, columns, view.dtype};
     const bool finite = copy_rows<T, false>(rows, dst, padded);
     if (!finite) copy_rows<T, true>(rows, dst, padded);
-    memset(dst + tile.count * padded, 0, (kLanes<T> - tile.count) * padded * sizeof(T));
+    const int64_t missing = tile.vectors() * kWidth<T> - tile.count;
+    memset(dst + tile.count * padded, 0, missing * padded * sizeof(T));
     return finite;
   }
 

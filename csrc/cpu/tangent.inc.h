@@ -18,7 +18,6 @@ class TangentSweep : public Sweep<T> {
   using Sweep<T>::first_key_;
   using Sweep<T>::count_;
   using Sweep<T>::key_;
-  using Sweep<T>::kVectors;
   using Sweep<T>::kBlock;
 
   TangentSweep(const TangentParams& params, int64_t most_tiles, void* memory)
@@ -127,7 +126,6 @@ class Tangent : public TangentSweep<T> {
   using Base::arena_;
   using Base::c_;
   using Base::kBlock;
-  using Base::kVectors;
   using Base::p_;
   using Base::score_;
   using Base::unit_;
@@ -171,7 +169,7 @@ class Tangent : public TangentSweep<T> {
       alignas(64) T direction[kLanes<T>];
       read_sinks(p_, unit_, tile, sink);
       read_heads(c_.tangent.sinks, p_, unit_, tile, direction);
-      for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < tile.vectors(); ++v) {
         const int64_t lane = v * kWidth<T>, row = t * kLanes<T> + lane;
         const Vec<T> share = exp2_or_zero<T>(load(sink + lane) - load(this->reference_ + row)) * load(this->factor_ + row);
         store(lse_tangent + lane, load(lse_tangent + lane) + share * load(direction + lane));
@@ -180,7 +178,7 @@ class Tangent : public TangentSweep<T> {
     this->pack_rows(p_.output, tile, p_.value_dim, output_lanes_);
     T* acc = acc_ + t * p_.value_dim * kLanes<T>;
     for (int64_t c = 0; c < p_.value_dim; ++c) {
-      for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < tile.vectors(); ++v) {
         const int64_t place = c * kLanes<T> + v * kWidth<T>;
         store(acc + place, fma(-load(lse_tangent + v * kWidth<T>), load(output_lanes_ + place), load(acc + place)));
       }

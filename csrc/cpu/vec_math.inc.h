@@ -31,6 +31,15 @@ template <class T>
 ATTENTION_EXT_INLINE Mask<T> broadcast_index(int64_t x) {
   return static_cast<typename VecTypes<T>::Int>(x) - Mask<T>{};
 }
+// All ones in the first `count` lanes.
+template <class T>
+ATTENTION_EXT_INLINE Mask<T> first_lanes(int64_t count) {
+  typename VecTypes<T>::Int lane[kWidth<T>];
+  for (int i = 0; i < kWidth<T>; ++i) lane[i] = i < count ? -1 : 0;
+  Mask<T> m;
+  memcpy(&m, lane, sizeof(m));
+  return m;
+}
 template <class V>
 ATTENTION_EXT_INLINE V maximum(V a, V b) {  // keeps b where a is NaN
   return a > b ? a : b;
