@@ -99,7 +99,10 @@ ATTENTION_EXT_INLINE void broadcast_columns(const T* __restrict a, int64_t a_str
 }
 
 // c[i][column] += sum over r in [first, last) of a[i][r] * b[r][column], for kRows rows i and whole vectors of
-// columns, in strips of about equal width: dV and dK. The first sum of all overwrites what c holds.
+// columns, in strips of about equal width: dV and dK. Blocked summation again, kSumRows rows at a time; the first
+// block of all overwrites what c holds.
+constexpr int64_t kSumRows = 128;
+
 template <class T, int kRows, int kVectors>
 __attribute__((noinline)) void add_product(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth,
                                            bool is_first, T* c, int64_t c_stride) {
@@ -121,8 +124,13 @@ inline void add_product(const T* a, int64_t a_stride, const T* b, int64_t b_stri
   for (int64_t s = 0; s < strips; ++s) {
     const int64_t left = vectors * s / strips * kWidth<T>, right = vectors * (s + 1) / strips * kWidth<T>;
     with_constant<most>((right - left) / kWidth<T>, [&](auto width) {
-      add_product<T, kRows, decltype(width)::value>(a + first, a_stride, b + first * b_stride + left, b_stride,
-                                                    last - first, is_first, c + left, c_stride);
+      int64_t r = first;
+      do {
+        const int64_t depth = last - r < kSumRows ? last - r : kSumRows;
+        add_product<T, kRows, decltype(width)::value>(a + r, a_stride, b + r * b_stride + left, b_stride, depth,
+                                                      is_first && r == first, c + left, c_stride);
+        r += kSumRows;
+      } while (r < last);
     });
   }
 }
