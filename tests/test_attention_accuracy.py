@@ -64,6 +64,37 @@ def test_errors_against_float64_are_within_twice_those_of_the_plain_formula(case
         ratio.check()
 
 
+@pytest.mark.parametrize(
+    ("length", "width", "option"),
+    [(64, 32, "causal"), (1024, 64, "causal"), (1024, 64, "mask"), (2048, 32, "slopes")],
+)
+def test_float32_errors_are_within_a_fifth_of_those_of_torchs_own_function(length, width, option):
+    ratios = [ErrorRatio(name, 1.2) for name in ("output", "query", "key", "value")]
+    slopes = 2.0 ** -torch.tensor([4.0, 8.0])
+    distance = (torch.arange(length)[:, None] - torch.arange(length)).abs()
+    ours, torchs = {
+        "causal": ({"is_causal": True}, {"is_causal": True}),
+        "mask": (2 * ({"attn_mask": torch.randn(length, length)},)),
+        "slopes": ({"alibi_slopes": slopes}, {"attn_mask": -slopes[:, None, None] * distance}),
+    }[option]
+    exactly = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in torchs.items()}
+    for _ in range(max(1, 1024 // length)):
+        inputs = [torch.randn(1, 2, length, width) for _ in range(4)]
+        sides = []
+        for attend_with, arguments, dtype in (
+            (attention, ours, torch.float32),
+            (torch.nn.functional.scaled_dot_product_attention, torchs, torch.float32),
+            (torch.nn.functional.scaled_dot_product_attention, exactly, torch.float64),
+        ):
+            *leaves, upstream = (x.detach().to(dtype) for x in inputs)
+            output = attend_with(*(x.requires_grad_() for x in leaves), **arguments)
+            sides.append((output, *torch.autograd.grad(output, leaves, upstream)))
+        for ratio, *samples in zip(ratios, *sides, strict=True):
+            ratio.add(*samples)
+    for ratio in ratios:
+        ratio.check()
+
+
 def score_gradient_terms(call):
     """How large the terms are that cancel in the gradients of the inputs."""
     query, key, value = (rms(tensor) for tensor in call[:3])

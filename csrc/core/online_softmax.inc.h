@@ -2,10 +2,11 @@
 //
 // A row keeps a reference m (in powers of two), l = sum of 2^(x - m) and acc = sum of 2^(x - m) * value, where
 // x = score * log2(e). Any m gives the same quotient acc / l; it only has to keep the powers in range. So m
-// stays where it is (0 at first) as long as the row's own visible scores stay within kReach of it, and moves to
-// their maximum when they leave: scores above, or, before anything was added, all below. A row's bits
-// therefore depend on what the row sees and on nothing else, and a bound on |q||k| that proves no row would
-// move lets the kernel skip the maximum altogether with the same result to the bit.
+// stays where it is (0 at first) as long as the row's own visible scores stay within kReach of it, and moves when
+// they leave: scores above, or, before anything was added, all below. It moves back to 0 if their maximum is within
+// kReach of that, since x - m has fewest digits to lose there, else to their maximum. A row's bits therefore depend
+// on what the row sees and on nothing else, and a bound on |q||k| that proves no row would move lets the kernel
+// skip the maximum altogether with the same result to the bit.
 //
 //   m' = m + shift,  l' = l * 2^-shift + sum 2^(x - m'),  acc' = acc * 2^-shift + sum 2^(x - m') value
 //   lse = (m + log2 l) * ln 2,  output = acc / l
@@ -43,7 +44,9 @@ template <class T>
 ATTENTION_EXT_INLINE Vec<T> reference_shift(const SoftmaxState<T>& s, Vec<T> largest) {
   const Mask<T> above = largest > kReach<T>;
   const Mask<T> below = (s.sum == T(0)) & (largest < -kReach<T>) & (largest > -kInfinity<T>);
-  return keep<T>(above | below, round_to_whole(largest));
+  const Vec<T> top = s.reference + largest;
+  const Mask<T> near_zero = (top <= kReach<T>) & (top >= -kReach<T>);
+  return keep<T>(above | below, near_zero ? -s.reference : round_to_whole(largest));
 }
 
 // What is left of a row: P = 2^(x - reference) / sum for every key, output = acc * output_factor.
