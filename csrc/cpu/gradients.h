@@ -112,8 +112,8 @@ class OrderedSum {
 // Equal pieces of memory, the ones in use before as long as there are any: those are in the caches.
 class Pieces {
  public:
-  Pieces(const Scratch& scratch, int64_t count, int64_t bytes) {
-    for (int64_t i = count - 1; i >= 0; --i) free_.push_back(scratch.at(i * bytes));
+  Pieces(char* memory, int64_t count, int64_t bytes) {
+    for (int64_t i = count - 1; i >= 0; --i) free_.push_back(memory + i * bytes);
   }
   char* take() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -159,8 +159,8 @@ void run_parts(const Params& params, const GradParams& g, const PartKernel<Param
   if (split == 0) return;
   const int64_t bytes = round_up(kernel.scratch(params), 4096);
   const int64_t workers = std::min(threads, split * parts);
-  const Scratch scratch(bytes * workers), memory(accumulator * split * parts);
-  Pieces pieces(memory, split * parts, accumulator);
+  const Scratch scratch(bytes * workers + accumulator * split * parts);
+  Pieces pieces(scratch.at(bytes * workers), split * parts, accumulator);
   std::deque<OrderedSum> sums;
   for (int64_t unit = 0; unit < split; ++unit) sums.emplace_back(parts);
   run_tasks(split * parts, workers, [&](int64_t task, int64_t worker) {
