@@ -91,43 +91,45 @@ template <class T, template <class> class Kernel>
 struct PartEntry {
   using Params = typename Kernel<T>::Params;
 
-  static int64_t super_block(const Params& params) { return Kernel<T>::most_tiles(params) * kLanes<T>; }
-  static int64_t blocks(const Params& params) {
-    return (forward_of(params).rows_per_unit() + super_block(params) - 1) / super_block(params);
+  // One, or an even number up to eight, of two super-blocks or more on average: enough threads for one head, no odd
+  // one left over for a second thread, few sums to add.
+  static int64_t parts(const Params& params) {
+    const int64_t rows = Kernel<T>::most_tiles(params) * kLanes<T>;
+    const int64_t pairs = (forward_of(params).rows_per_unit() + rows - 1) / rows / 4;
+    return pairs < 1 ? 1 : 2 * clamp_to(pairs, 1, 4);
   }
-  // Parts of two super-blocks on average, at most eight: enough threads for one head, few sums to add.
-  static int64_t parts(const Params& params) { return clamp_to(blocks(params) / 2, 1, 8); }
+  static int64_t scratch(const Params& params) { return Kernel<T>(params, nullptr).scratch_bytes(); }
+  static void run(const Params& params, int64_t unit, int64_t part, void* accumulator, void* scratch) {
+    const int64_t first = first_tile(params, part) * kLanes<T>, stop = first_tile(params, part + 1) * kLanes<T>;
+    Kernel<T>(params, scratch).run(unit, first, stop, static_cast<T*>(accumulator));
+  }
+  static constexpr PartKernel<Params> kernel() { return {parts, scratch, run}; }
 
-  // Keys that some row of super-block `block` sees: its work.
-  static int64_t work(const Params& params, int64_t block) {
+ private:
+  // The lane tile with which a part begins: parts have about the same work.
+  static int64_t first_tile(const Params& params, int64_t part) {
+    const int64_t count = (forward_of(params).rows_per_unit() + kLanes<T> - 1) / kLanes<T>;
+    const int64_t all = parts(params);
+    if (part == 0 || part == all) return part == 0 ? 0 : count;
+    int64_t total = 0, before = 0, tile = 0;
+    for (int64_t i = 0; i < count; ++i) total += work(params, i);
+    for (; tile < count; ++tile) {
+      const int64_t own = work(params, tile);
+      if (before + own / 2 >= total * part / all) break;
+      before += own;
+    }
+    return tile;
+  }
+  // Keys that some row of a lane tile sees.
+  static int64_t work(const Params& params, int64_t tile) {
     const AttentionParams& p = forward_of(params);
-    const int64_t end = clamp_to((block + 1) * super_block(params), 0, p.rows_per_unit());
+    const int64_t end = clamp_to((tile + 1) * kLanes<T>, 0, p.rows_per_unit());
     const int64_t offset = p.visibility.lower_right ? p.seqlen_kv - p.seqlen_q : 0;
     const auto keys = [&](int64_t row) {
       return visible_keys(p.visibility, row / p.heads_per_unit + offset, p.seqlen_kv);
     };
-    return keys(end - 1).end - keys(block * super_block(params)).begin;
+    return keys(end - 1).end - keys(tile * kLanes<T>).begin;
   }
-  // The super-block with which a part begins: parts have about the same work, and at least one block.
-  static int64_t first_block(const Params& params, int64_t part) {
-    const int64_t count = blocks(params), left = parts(params) - part;
-    if (part == 0 || left == 0) return part == 0 ? 0 : count;
-    int64_t total = 0, before = 0, block = 0;
-    for (int64_t i = 0; i < count; ++i) total += work(params, i);
-    for (const int64_t goal = total * part / (part + left); block < count; ++block) {
-      const int64_t own = work(params, block);
-      if (before + own / 2 >= goal) break;
-      before += own;
-    }
-    return clamp_to(block, part, count - left);
-  }
-  static int64_t scratch(const Params& params) { return Kernel<T>(params, nullptr).scratch_bytes(); }
-  static void run(const Params& params, int64_t unit, int64_t part, void* accumulator, void* scratch) {
-    const int64_t first = first_block(params, part) * super_block(params);
-    const int64_t stop = first_block(params, part + 1) * super_block(params);
-    Kernel<T>(params, scratch).run(unit, first, stop, static_cast<T*>(accumulator));
-  }
-  static constexpr PartKernel<Params> kernel() { return {parts, scratch, run}; }
 };
 
 template <class T, template <class> class Kernel>

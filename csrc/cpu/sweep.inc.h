@@ -39,14 +39,14 @@ class Sweep {
   int64_t stride() const { return tiles_ * kLanes<T>; }  // of tiles [key][row of the super-block]
   T* query_of(int64_t t) const { return query_lanes_ + t * p_.head_dim * kLanes<T>; }
 
-  // begin(first_row) for each super-block of rows [first_row, last_row) of the unit, then what it does.
+  // body() for each super-block of rows [first_row, last_row) of the unit, super-blocks of about equal size.
   template <class F>
   void for_super_blocks(int64_t unit, int64_t first_row, int64_t last_row, F&& body) {
     unit_ = unit_of(p_, unit);
     if (unit_.rows(p_) < last_row) last_row = unit_.rows(p_);
-    for (int64_t row = first_row; row < last_row; row += most_rows()) {
-      const int64_t left = (last_row - row + kLanes<T> - 1) / kLanes<T>;
-      tiles_ = left < most_tiles_ ? left : most_tiles_;
+    for (int64_t row = first_row; row < last_row; row += tiles_ * kLanes<T>) {
+      const int64_t left = (last_row - row + kLanes<T> - 1) / kLanes<T>, blocks = (left + most_tiles_ - 1) / most_tiles_;
+      tiles_ = (left + blocks - 1) / blocks;
       for (int64_t t = 0; t < tiles_; ++t) start(t, row + t * kLanes<T>);
       if (p_.rows_per_unit() <= FewRows<T>::kMost) normalize();
       body();
