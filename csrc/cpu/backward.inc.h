@@ -70,7 +70,7 @@ class Backward : public Sweep<T> {
     this->for_kv_tiles([&] {
       start_sums();
       stage_values();
-      const char* row[kBlock] = {};
+      const char* row[kBlock];
       finite_key_ = key_.finite
                         ? key_
                         : this->stage(p_.key, p_.key_group, p_.head_dim, Stage::kFiniteCopy, finite_key_buffer_, row);
@@ -85,7 +85,7 @@ class Backward : public Sweep<T> {
   }
 
   void stage_values() {
-    const char* row[kBlock] = {};
+    const char* row[kBlock];
     value_ = this->stage(p_.value, p_.value_group, p_.value_dim, Stage::kFinite, value_buffer_, row);
   }
 

@@ -150,7 +150,8 @@ struct AccumulatorEntry {
   }
   static void write(const GradParams& g, int64_t unit, const void* accumulator) {
     const AttentionParams& p = g.forward;
-    const Unit u = unit_of(p, unit);
+    Unit u;
+    find_unit(p, unit, u);
     const KeyAccumulator<T> sums(p, static_cast<T*>(const_cast<void*>(accumulator)));
     store_rows(g.grad_key, address(g.grad_key, p, u, u.first_head / g.grad_key_group, u.key_start), keys(p, u),
                p.head_dim, sums.key, static_cast<T>(p.scale));

@@ -267,24 +267,24 @@ inline T largest_norm2(const T* rows, int64_t stride, int64_t count, int64_t col
   return horizontal_max<T>(largest);
 }
 
-// Whether there is no NaN and no infinity.
+// Whether there is no NaN and no infinity: those are not 0 when multiplied by 0.
 template <class T>
 inline bool all_finite(const T* rows, int64_t stride, int64_t count, int64_t columns) {
-  Vec<T> even = {}, odd = {};
+  constexpr int w = kWidth<T>;
+  if (stride == columns) {
+    columns *= count;
+    count = 1;
+  }
+  Vec<T> product[4] = {};
   for (int64_t i = 0; i < count; ++i) {
     const T* row = rows + i * stride;
     int64_t c = 0;
-    for (; c + 2 * kWidth<T> <= columns; c += 2 * kWidth<T>) {
-      const Vec<T> a = load(row + c), b = load(row + c + kWidth<T>);
-      even += a - a;
-      odd += b - b;
+    for (; c + 4 * w <= columns; c += 4 * w) {
+      for (int j = 0; j < 4; ++j) product[j] = fma(load(row + c + j * w), Vec<T>{}, product[j]);
     }
-    for (; c < columns; c += kWidth<T>) {
-      const Vec<T> a = load(row + c);
-      even += a - a;
-    }
+    for (; c < columns; c += w) product[0] = fma(load(row + c), Vec<T>{}, product[0]);
   }
-  return !any(Mask<T>(even + odd != T(0)));
+  return !any(Mask<T>((product[0] + product[1]) + (product[2] + product[3]) != T(0)));
 }
 
 // out[i] = sum over columns of a[i] * b[i] for each row, two tensors of one dtype; rows beyond the count get 0,

@@ -42,7 +42,7 @@ class Sweep {
   // begin(first_row) for each super-block of rows [first_row, last_row) of the unit, then what it does.
   template <class F>
   void for_super_blocks(int64_t unit, int64_t first_row, int64_t last_row, F&& body) {
-    unit_ = unit_of(p_, unit);
+    find_unit(p_, unit, unit_);
     if (unit_.rows(p_) < last_row) last_row = unit_.rows(p_);
     for (int64_t row = first_row; row < last_row; row += most_rows()) {
       const int64_t left = (last_row - row + kLanes<T> - 1) / kLanes<T>;
