@@ -46,6 +46,11 @@ inline void find_unit(const AttentionParams& p, int64_t unit, Unit& u) {
   u.offset = p.visibility.lower_right ? u.seqlen_kv - u.seqlen_q : 0;
 }
 
+// All keys of the batch element, also those beyond its used length: their gradient is 0.
+inline int64_t keys_with_gradient(const AttentionParams& p, const Unit& u) {
+  return p.lengths.key_start ? u.seqlen_kv : p.seqlen_kv;
+}
+
 // Address of element (unit's batch, head, row, 0); the row counts from the unit's first.
 inline const char* address(const TensorView& view, const AttentionParams& p, const Unit& u, int64_t head,
                            int64_t row) {

@@ -324,14 +324,20 @@ struct StagedRows {
 // What stage_rows looks for in a tile.
 enum class Stage { kFinite, kFiniteCopy, kNorm };
 
-// Rows that lie well are read in place, others copied to buffer [count][padded columns]. In place means T,
-// neighbouring columns, whole vectors, and rows at most `far` elements apart (negative: never).
+// Whether rows can be used where they lie: T, neighbouring columns, whole vectors, and rows at most `far` elements
+// apart (negative: never).
+template <class T>
+inline bool lies_in_vectors(const TensorView& view, int64_t columns, int64_t far) {
+  const DType own = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
+  return view.data && view.dtype == own && view.column_stride == 1 && columns % kWidth<T> == 0 && view.row_stride >= 0 &&
+         view.row_stride <= far;
+}
+
+// Such rows are read in place, others copied to buffer [count][padded columns].
 template <class T>
 inline StagedRows<T> place_rows(const TensorView& view, const Rows& rows, int64_t far, T* buffer) {
   const int64_t padded = round_up_to_vector<T>(rows.columns);
-  const DType own = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
-  if (view.dtype == own && view.column_stride == 1 && padded == rows.columns && view.row_stride >= 0 &&
-      view.row_stride <= far) {
+  if (lies_in_vectors<T>(view, rows.columns, far)) {
     return {reinterpret_cast<const T*>(rows.row[0]), view.row_stride, true, T(0)};
   }
   copy_rows<T, false>(rows, buffer, padded);
@@ -374,7 +380,7 @@ inline T load_scalar(const char* p, DType dtype) {
 // Rows of whole vectors back into a tensor: row i at first + i * row_stride, times factor.
 template <class T>
 inline void store_rows(const TensorView& view, const char* first, int64_t count, int64_t columns, const T* src,
-                       T factor) {
+                       T factor = T(1)) {
   constexpr int w = kWidth<T>;
   const int64_t padded = round_up_to_vector<T>(columns);
   dispatch_storage<T>(view.dtype, [&](auto* tag) {
