@@ -133,7 +133,7 @@ Gradients::Result gradients_of(const AttentionOptions& options, const std::optio
   if (gradients.delta) g.delta = row_view_of(*gradients.delta, call);
   if (gradients.slope_sums) g.slope_sums = row_view_of(*gradients.slope_sums, call);
   const KernelTable& table = table_for(query.scalar_type());
-  if (call.params.num_units() > 0) run_parts(g, g, table.backward, table, 2.5 * multiply_adds(call.params));
+  if (call.params.num_units() > 0) run_parts(g, g.forward, table.backward, table, 2.5 * multiply_adds(call.params));
   gradients.sum_slopes(call);
   gradients.sum_sinks(call, state, options);
   return gradients.finish(call);

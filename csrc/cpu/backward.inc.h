@@ -33,8 +33,8 @@ class Backward : public Sweep<T> {
     delta_sums_ = arena_.template take<T>(kLanes<T>);
     slope_sums_ = arena_.template take<T>(rows);
     grad_output_lanes_ = arena_.template take<T>(rows * p_.value_dim);
-    query_rows_ = arena_.template take<T>(rows * this->head_padded());
-    grad_output_rows_ = arena_.template take<T>(rows * this->value_padded());
+    query_buffer_ = arena_.template take<T>(rows * this->head_padded());
+    grad_output_buffer_ = arena_.template take<T>(rows * this->value_padded());
     grad_query_ = arena_.template take<T>(rows * p_.head_dim);
     probs_ = arena_.template take<T>(rows * kBlock);
     grad_scores_ = arena_.template take<T>(rows * kBlock);
@@ -43,12 +43,27 @@ class Backward : public Sweep<T> {
     value_buffer_ = arena_.template take<T>(kBlock * this->value_padded());
   }
 
-  // Overwrites the accumulator with the sums over rows [first_row, last_row) and writes these rows' results.
+  // Whether dK and dV can be summed where the caller wants them.
+  static bool sums_in_place(const GradParams& g) {
+    const AttentionParams& p = g.forward;
+    return lies_in_vectors<T>(g.grad_key, p.head_dim, 2 * p.head_dim) &&
+           lies_in_vectors<T>(g.grad_value, p.value_dim, 2 * p.value_dim);
+  }
+
+  // Overwrites the accumulator, or without one the unit's dK and dV, with the sums over rows
+  // [first_row, last_row), and writes these rows' results.
   void run(int64_t unit, int64_t first_row, int64_t last_row, T* accumulator) {
-    sums_ = KeyAccumulator<T>(p_, accumulator);
+    find_unit(p_, unit, unit_);
+    KeyAccumulator<T> sums(p_, accumulator);
+    if (!accumulator) {
+      place(g_.grad_key, g_.grad_key_group, sums.key);
+      place(g_.grad_value, g_.grad_value_group, sums.value);
+    }
+    key_sums_ = sums.key;
+    value_sums_ = sums.value;
     summed_keys_ = 0;
-    this->for_super_blocks(unit, first_row, last_row, [&] { super_block(); });
-    clear_sums(p_.seqlen_kv);
+    this->for_super_blocks(first_row, last_row, [&] { super_block(); });
+    clear_sums(accumulator ? p_.seqlen_kv : keys_with_gradient(p_, unit_));
   }
 
  protected:
@@ -64,13 +79,19 @@ class Backward : public Sweep<T> {
   using Sweep<T>::kVectors;
   using Sweep<T>::kBlock;
 
+  void place(const TensorView& view, int64_t group, KeySums<T>& sums) const {
+    const char* first = address(view, p_, unit_, unit_.first_head / group, unit_.key_start);
+    sums.data = reinterpret_cast<T*>(const_cast<char*>(first));
+    sums.stride = view.row_stride;
+  }
+
   void super_block() {
     start_rows();
     memset(grad_query_, 0, this->stride() * p_.head_dim * sizeof(T));
     this->for_kv_tiles([&] {
       start_sums();
       stage_values();
-      const char* row[kBlock] = {};
+      const char* row[kBlock];
       finite_key_ = key_.finite
                         ? key_
                         : this->stage(p_.key, p_.key_group, p_.head_dim, Stage::kFiniteCopy, finite_key_buffer_, row);
@@ -85,7 +106,7 @@ class Backward : public Sweep<T> {
   }
 
   void stage_values() {
-    const char* row[kBlock] = {};
+    const char* row[kBlock];
     value_ = this->stage(p_.value, p_.value_group, p_.value_dim, Stage::kFinite, value_buffer_, row);
   }
 
@@ -93,21 +114,21 @@ class Backward : public Sweep<T> {
   // passed over, and those of a tile that begins or ends elsewhere, get 0 instead.
   void start_sums() {
     const int64_t last = first_key_ + count_;
-    first_sums_ = summed_keys_ <= first_key_ && queries_finite_ && grad_outputs_finite_;
+    first_sums_ = summed_keys_ <= first_key_ && query_rows_.finite && grad_output_rows_.finite;
     clear_sums(first_sums_ ? first_key_ : last);
     if (summed_keys_ < last) summed_keys_ = last;
   }
   void clear_sums(int64_t last_key) {
     if (summed_keys_ >= last_key) return;
-    const int64_t count = last_key - summed_keys_;
-    memset(sums_.key + summed_keys_ * this->head_padded(), 0, count * this->head_padded() * sizeof(T));
-    memset(sums_.value + summed_keys_ * this->value_padded(), 0, count * this->value_padded() * sizeof(T));
+    key_sums_.clear(summed_keys_, last_key, this->head_padded());
+    value_sums_.clear(summed_keys_, last_key, this->value_padded());
     summed_keys_ = last_key;
   }
 
   // dO as lanes and as rows, Q as rows, delta.
   void start_rows() {
-    queries_finite_ = grad_outputs_finite_ = true;
+    query_rows_ = this->stage_lanes(p_.query, p_.head_dim, query_buffer_);
+    grad_output_rows_ = this->stage_lanes(g_.grad_output, p_.value_dim, grad_output_buffer_);
     for (int64_t t = 0; t < tiles_; ++t) {
       const LaneTile<T>& tile = tile_[t];
       T* grads = grad_output_lanes_ + t * p_.value_dim * kLanes<T>;
@@ -119,9 +140,6 @@ class Backward : public Sweep<T> {
         read_rows(g_.grad_lse, p_, unit_, tile, grad_lse);
         for (int64_t lane = 0; lane < kLanes<T>; ++lane) delta[lane] -= grad_lse[lane];
       }
-      queries_finite_ &= this->finite_rows(p_.query, tile, p_.head_dim, query_rows_ + t * kLanes<T> * this->head_padded());
-      grad_outputs_finite_ &=
-          this->finite_rows(g_.grad_output, tile, p_.value_dim, grad_output_rows_ + t * kLanes<T> * this->value_padded());
     }
     memset(slope_sums_, 0, this->stride() * sizeof(T));
     sum_deltas();
@@ -201,13 +219,12 @@ class Backward : public Sweep<T> {
     if (!key_.finite) {
       this->add_non_finite_keys(cells, p_.key, this->key_row_, p_.head_dim, grad_scores, this->stride(), grad_query);
     }
-    if (!queries_finite_) {
-      this->add_non_finite_lanes(cells, this->query_of(t), p_.head_dim, grad_scores, this->stride(), sums_.key,
-                                 this->head_padded());
+    if (!query_rows_.finite) {
+      this->add_non_finite_lanes(cells, this->query_of(t), p_.head_dim, grad_scores, this->stride(), key_sums_);
     }
-    if (!grad_outputs_finite_) {
+    if (!grad_output_rows_.finite) {
       this->add_non_finite_lanes(cells, grad_output_lanes_ + t * p_.value_dim * kLanes<T>, p_.value_dim,
-                                 probs_ + t * kLanes<T>, this->stride(), sums_.value, this->value_padded());
+                                 probs_ + t * kLanes<T>, this->stride(), value_sums_);
     }
   }
 
@@ -318,21 +335,21 @@ class Backward : public Sweep<T> {
 
   // dV += (Z P)^T dO and dK += dU^T Q over the vectors of rows that see a key of the block.
   void gradients_of_keys() {
-    const int64_t stride = this->stride(), head_padded = this->head_padded(), value_padded = this->value_padded();
     for_key_blocks(tile_, tiles_, first_key_, count_, [&](int64_t k, auto rows, int64_t begin, int64_t end) {
-      constexpr int kRows = decltype(rows)::value;
-      const int64_t row = first_key_ + k;
       if (begin == end && !first_sums_) return;
-      add_product<T, kRows>(probs_ + k * stride, stride, grad_output_rows_, value_padded, begin, end, value_padded,
-                            first_sums_, sums_.value + row * value_padded, value_padded);
-      add_product<T, kRows>(grad_scores_ + k * stride, stride, query_rows_, head_padded, begin, end, head_padded,
-                            first_sums_, sums_.key + row * head_padded, head_padded);
+      const auto add = [&](const T* cells, const StagedRows<T>& lanes, int64_t columns, const KeySums<T>& sums) {
+        add_product<T, decltype(rows)::value>(cells + k * this->stride(), this->stride(), lanes.data, lanes.stride, begin,
+                                              end, columns, sums.factor, first_sums_, sums.row(first_key_ + k),
+                                              sums.stride);
+      };
+      add(probs_, grad_output_rows_, this->value_padded(), value_sums_);
+      add(grad_scores_, query_rows_, this->head_padded(), key_sums_);
     });
   }
 
   const GradParams& g_;
-  KeyAccumulator<T> sums_;
-  int64_t summed_keys_ = 0;  // the first keys of sums_ that hold something
+  KeySums<T> key_sums_{}, value_sums_{};
+  int64_t summed_keys_ = 0;  // the first keys of both that hold something
   bool first_sums_ = false;  // of the current kv tile's keys
 
   // Per lane tile of the super-block; [rows] stands for [tiles][kLanes].
@@ -340,10 +357,10 @@ class Backward : public Sweep<T> {
   T* delta_sums_;        // [kLanes]: deltas of one lane tile, while they are summed
   T* slope_sums_;         // [rows]
   T* grad_output_lanes_;  // [tiles][value_dim][kLanes]
-  T* query_rows_;         // [rows][head_dim, padded]: finite
-  T* grad_output_rows_;   // [rows][value_dim, padded]: finite
+  T* query_buffer_;         // [rows][head_dim, padded]
+  T* grad_output_buffer_;   // [rows][value_dim, padded]
   T* grad_query_;         // [tiles][head_dim][kLanes]
-  bool queries_finite_ = true, grad_outputs_finite_ = true;
+  StagedRows<T> query_rows_{}, grad_output_rows_{};  // of the whole super-block, without what is not finite
 
   // Of the current kv tile.
   StagedRows<T> finite_key_{}, value_{};

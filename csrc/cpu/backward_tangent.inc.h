@@ -39,9 +39,13 @@ class BackwardTangent : public TangentSweep<T> {
     spare_ = arena_.template take<T>(rows * kBlock);
   }
 
+  static bool sums_in_place(const TangentParams&) { return false; }
+
   void run(int64_t unit, int64_t first_row, int64_t last_row, T* accumulator) {
     memset(accumulator, 0, KeyAccumulator<T>::size(p_) * sizeof(T));
-    sums_ = KeyAccumulator<T>(p_, accumulator);
+    const KeyAccumulator<T> sums(p_, accumulator);
+    key_sums_ = sums.key;
+    value_sums_ = sums.value;
     this->for_super_blocks(unit, first_row, last_row, [&] { super_block(); });
   }
 
@@ -151,13 +155,13 @@ class BackwardTangent : public TangentSweep<T> {
     }
     if (finite_) return;
     const int64_t head = t * p_.head_dim * kLanes<T>, value = t * p_.value_dim * kLanes<T>;
-    const auto add = [&](const T* lanes, int64_t columns, const T* weight, T* out) {
-      this->add_non_finite_lanes(cells, lanes, columns, weight + first, stride, out, round_up_to_vector<T>(columns));
+    const auto add = [&](const T* lanes, int64_t columns, const T* weight, const KeySums<T>& sums) {
+      this->add_non_finite_lanes(cells, lanes, columns, weight + first, stride, sums);
     };
-    add(this->query_lanes_ + head, p_.head_dim, grad_scores_tangent_, sums_.key);
-    add(this->query_tangent_lanes_ + head, p_.head_dim, grad_scores_, sums_.key);
-    add(grad_output_lanes_ + value, p_.value_dim, probs_tangent_, sums_.value);
-    add(grad_output_tangent_lanes_ + value, p_.value_dim, probs_, sums_.value);
+    add(this->query_lanes_ + head, p_.head_dim, grad_scores_tangent_, key_sums_);
+    add(this->query_tangent_lanes_ + head, p_.head_dim, grad_scores_, key_sums_);
+    add(grad_output_lanes_ + value, p_.value_dim, probs_tangent_, value_sums_);
+    add(grad_output_tangent_lanes_ + value, p_.value_dim, probs_, value_sums_);
   }
 
   // probs_ = Z P, probs_tangent_ = Z P', grad_scores_ = dU, grad_scores_tangent_ = dU' (dS' if before_softcap).
@@ -205,19 +209,19 @@ class BackwardTangent : public TangentSweep<T> {
     const int64_t stride = this->stride(), head = this->head_padded(), value = this->value_padded();
     for_key_blocks(tile_, tiles_, first_key_, count_, [&](int64_t k, auto rows, int64_t begin, int64_t end) {
       if (begin == end) return;
-      const auto add = [&](const T* cells, const T* lanes, int64_t columns, T* out) {
+      const auto add = [&](const T* cells, const T* lanes, int64_t columns, const KeySums<T>& sums) {
         add_product<T, decltype(rows)::value>(cells + k * stride, stride, lanes, columns, begin, end, columns,
-                                              /*is_first=*/false, out + (first_key_ + k) * columns, columns);
+                                              sums.factor, /*is_first=*/false, sums.row(first_key_ + k), sums.stride);
       };
-      add(probs_tangent_, grad_output_rows_, value, sums_.value);
-      add(probs_, grad_output_tangent_rows_, value, sums_.value);
-      add(grad_scores_tangent_, query_rows_, head, sums_.key);
-      add(grad_scores_, query_tangent_rows_, head, sums_.key);
+      add(probs_tangent_, grad_output_rows_, value, value_sums_);
+      add(probs_, grad_output_tangent_rows_, value, value_sums_);
+      add(grad_scores_tangent_, query_rows_, head, key_sums_);
+      add(grad_scores_, query_tangent_rows_, head, key_sums_);
     });
   }
 
   const GradParams& g_;
-  KeyAccumulator<T> sums_;
+  KeySums<T> key_sums_{}, value_sums_{};
 
   // Per lane tile of the super-block; [rows] stands for [tiles][kLanes].
   T *delta_, *delta_tangent_, *lse_tangent_, *slope_sums_;  // [rows]

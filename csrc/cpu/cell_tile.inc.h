@@ -7,20 +7,30 @@ struct LaneIntervals {
   Mask<T> begin[Tuning::kLaneVectors], end[Tuning::kLaneVectors];
 
   LaneIntervals(const LaneTile<T>& tile, int64_t first_key, int64_t count) {
-    using Int = typename VecTypes<T>::Int;
     for (int v = 0; v < tile.vectors(); ++v) {
-      Int first[kWidth<T>], last[kWidth<T>];
-      for (int i = 0; i < kWidth<T>; ++i) {
-        first[i] = static_cast<Int>(clamp_to(tile.begin[v * kWidth<T> + i] - first_key, 0, count));
-        last[i] = static_cast<Int>(clamp_to(tile.end[v * kWidth<T> + i] - first_key, 0, count));
-      }
-      memcpy(&begin[v], first, sizeof(first));
-      memcpy(&end[v], last, sizeof(last));
+      within(tile.begin + v * kWidth<T>, first_key, count, begin[v]);
+      within(tile.end + v * kWidth<T>, first_key, count, end[v]);
     }
   }
   ATTENTION_EXT_INLINE Mask<T> visible(int v, int64_t key) const {
     const Mask<T> k = broadcast_index<T>(key);
     return (begin[v] <= k) & (k < end[v]);
+  }
+
+ private:
+  static ATTENTION_EXT_INLINE void within(const int64_t* keys, int64_t first_key, int64_t count, Mask<T>& lanes) {
+    constexpr int w = kWidth<double>;
+    typedef typename VecTypes<T>::Int Narrow __attribute__((vector_size(w * sizeof(T))));
+    const Mask<double> first = first_key - Mask<double>{}, last = count - Mask<double>{};
+    for (int i = 0; i < kWidth<T>; i += w) {
+      Mask<double> k;
+      memcpy(&k, keys + i, sizeof(k));
+      k -= first;
+      k = k < 0 ? Mask<double>{} : k;
+      k = k > last ? last : k;
+      const Narrow narrow = __builtin_convertvector(k, Narrow);
+      memcpy(reinterpret_cast<char*>(&lanes) + i * sizeof(T), &narrow, sizeof(narrow));
+    }
   }
 };
 

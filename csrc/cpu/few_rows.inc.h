@@ -110,7 +110,7 @@ class FewRows {
   int64_t value_padded() const { return round_up_to_vector<T>(p_.value_dim); }
 
   void start(int64_t unit) {
-    unit_ = unit_of(p_, unit);
+    find_unit(p_, unit, unit_);
     describe_lanes(p_, unit_, 0, *tile_);
     rows_ = tile_->count;
   }

@@ -41,16 +41,17 @@ class Forward {
   int64_t scratch_bytes() const { return arena_.used(); }
 
   void run(int64_t unit, int64_t first_row) {
-    unit_ = unit_of(p_, unit);
+    find_unit(p_, unit, unit_);
     const int64_t left = (unit_.rows(p_) - first_row + kLanes<T> - 1) / kLanes<T>;
     if (left <= 0) return;  // a shorter sequence than the longest
     const int64_t tiles = left < tiles_ ? left : tiles_;
-    for (int64_t t = 0; t < tiles; ++t) start(t, first_row + t * kLanes<T>);
-    const int64_t stop = tile_[tiles - 1].keys().end;
-    for (int64_t k = tile_[0].keys().begin / kBlockKV * kBlockKV; k < stop; k += kBlockKV) {
+    for (int64_t t = 0; t < tiles; ++t) describe_lanes(p_, unit_, first_row + t * kLanes<T>, tile_[t]);
+    const int64_t begin = tile_[0].keys().begin / kBlockKV * kBlockKV, stop = tile_[tiles - 1].keys().end;
+    for (int64_t t = 0; t < tiles; ++t) start(t);
+    for (int64_t k = begin; k < stop; k += kBlockKV) {
       first_key_ = k;
       count_ = stop - k < kBlockKV ? stop - k : kBlockKV;
-      const char* row[kBlockKV] = {};
+      const char* row[kBlockKV];
       key_ = stage_keys<T>(p_, unit_, p_.key, p_.key_group, k, count_, p_.head_dim, Stage::kNorm, key_buffer_, row);
       value_ = stage_keys<T>(p_, unit_, p_.value, p_.value_group, k, count_, p_.value_dim, Stage::kFiniteCopy, value_buffer_,
                              row);
@@ -62,9 +63,8 @@ class Forward {
  private:
   static constexpr int kVectors = Tuning::kLaneVectors;
 
-  void start(int64_t t, int64_t first_row) {
-    LaneTile<T>& tile = tile_[t];
-    describe_lanes(p_, unit_, first_row, tile);
+  void start(int64_t t) {
+    const LaneTile<T>& tile = tile_[t];
     const char* row[kLanes<T>];
     row_addresses(p_.query, p_, unit_, tile, row);
     T* query = query_ + t * p_.head_dim * kLanes<T>;

@@ -133,9 +133,8 @@ class Pieces {
 
 // Runs a part kernel over all units and stores the accumulators.
 template <class Params>
-void run_parts(const Params& params, const GradParams& g, const PartKernel<Params>& kernel, const KernelTable& table,
-               double work) {
-  const AttentionParams& p = g.forward;
+void run_parts(const Params& params, const AttentionParams& p, const PartKernel<Params>& kernel,
+               const KernelTable& table, double work) {
   const int64_t units = p.num_units(), parts = kernel.parts(params);
   const int64_t threads = num_workers(units * parts, work);
   // Whole units while there are enough for all threads, the parts of the last ones each on their own.
@@ -153,7 +152,7 @@ void run_parts(const Params& params, const GradParams& g, const PartKernel<Param
         kernel.run(params, unit, part, next, next + accumulator);
         table.add_accumulator(p, sum, next);
       }
-      table.store_accumulator(g, unit, sum);
+      kernel.store(params, unit, sum);
     });
   }
   if (split == 0) return;
@@ -169,7 +168,7 @@ void run_parts(const Params& params, const GradParams& g, const PartKernel<Param
     kernel.run(params, whole + unit, part, piece, scratch.at(worker * bytes));
     sums[unit].put(
         part, piece, [&](char* into, char* from) { table.add_accumulator(p, into, from); },
-        [&](char* sum) { table.store_accumulator(g, whole + unit, sum); },
+        [&](char* sum) { kernel.store(params, whole + unit, sum); },
         [&](char* unused) { pieces.release(unused); });
   });
 }

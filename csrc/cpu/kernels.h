@@ -25,12 +25,14 @@ struct TaskKernel {
 };
 
 // Each unit has parts(params) parts, fixed by its sizes. run() overwrites the accumulator (dK and dV of the
-// unit) with one part's sums; the parts are added in order, the last one first, then stored.
+// unit) with one part's sums; the parts are added in order, the last one first, then stored. The run of a lone part
+// may sum in the gradients themselves; then store() has nothing to do.
 template <class Params>
 struct PartKernel {
   int64_t (*parts)(const Params& params);
   int64_t (*scratch)(const Params& params);
   void (*run)(const Params& params, int64_t unit, int64_t part, void* accumulator, void* scratch);
+  void (*store)(const Params& params, int64_t unit, const void* accumulator);
 };
 
 // One accumulation type: float for float32, bfloat16 and float16 tensors, double for float64.
@@ -59,7 +61,6 @@ struct KernelTable {
 
   int64_t (*accumulator_bytes)(const AttentionParams& p);
   void (*add_accumulator)(const AttentionParams& p, void* into, const void* from);
-  void (*store_accumulator)(const GradParams& g, int64_t unit, const void* accumulator);
 
   // Beside attention: any rows, each by itself. The norm's weight has a gradient for each block of rows.
   void (*rotate)(const RotaryParams& r, const RotaryRows& rows);

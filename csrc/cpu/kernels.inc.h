@@ -40,6 +40,8 @@ namespace {
 
 inline const AttentionParams& forward_of(const GradParams& g) { return g.forward; }
 inline const AttentionParams& forward_of(const TangentParams& c) { return c.grad.forward; }
+inline const GradParams& grad_of(const GradParams& g) { return g; }
+inline const GradParams& grad_of(const TangentParams& c) { return c.grad; }
 
 template <class T>
 struct ForwardEntry {
@@ -86,6 +88,30 @@ struct TangentEntry {
   static constexpr RowKernel<TangentParams> kernel() { return {rows, scratch, run}; }
 };
 
+template <class T>
+struct AccumulatorEntry {
+  static int64_t bytes(const AttentionParams& p) {
+    return KeyAccumulator<T>::size(p) * static_cast<int64_t>(sizeof(T));
+  }
+  static void add(const AttentionParams& p, void* into, const void* from) {
+    T* a = static_cast<T*>(into);
+    const T* b = static_cast<const T*>(from);
+    const int64_t size = KeyAccumulator<T>::size(p);  // whole vectors: the rows are padded
+    for (int64_t i = 0; i < size; i += kWidth<T>) store(a + i, load(a + i) + load(b + i));
+  }
+  static void write(const GradParams& g, int64_t unit, const void* accumulator) {
+    const AttentionParams& p = g.forward;
+    Unit u;
+    find_unit(p, unit, u);
+    const KeyAccumulator<T> sums(p, static_cast<T*>(const_cast<void*>(accumulator)));
+    const int64_t keys = keys_with_gradient(p, u);
+    store_rows(g.grad_key, address(g.grad_key, p, u, u.first_head / g.grad_key_group, u.key_start), keys, p.head_dim,
+               sums.key.data);
+    store_rows(g.grad_value, address(g.grad_value, p, u, u.first_head / g.grad_value_group, u.key_start), keys,
+               p.value_dim, sums.value.data);
+  }
+};
+
 // Backward or BackwardTangent.
 template <class T, template <class> class Kernel>
 struct PartEntry {
@@ -101,11 +127,15 @@ struct PartEntry {
   static int64_t scratch(const Params& params) { return Kernel<T>(params, nullptr).scratch_bytes(); }
   static void run(const Params& params, int64_t unit, int64_t part, void* accumulator, void* scratch) {
     const int64_t first = first_tile(params, part) * kLanes<T>, stop = first_tile(params, part + 1) * kLanes<T>;
-    Kernel<T>(params, scratch).run(unit, first, stop, static_cast<T*>(accumulator));
+    Kernel<T>(params, scratch).run(unit, first, stop, in_place(params) ? nullptr : static_cast<T*>(accumulator));
   }
-  static constexpr PartKernel<Params> kernel() { return {parts, scratch, run}; }
+  static void store(const Params& params, int64_t unit, const void* accumulator) {
+    if (!in_place(params)) AccumulatorEntry<T>::write(grad_of(params), unit, accumulator);
+  }
+  static constexpr PartKernel<Params> kernel() { return {parts, scratch, run, store}; }
 
  private:
+  static bool in_place(const Params& params) { return parts(params) == 1 && Kernel<T>::sums_in_place(params); }
   // The lane tile with which a part begins: parts have about the same work.
   static int64_t first_tile(const Params& params, int64_t part) {
     const int64_t count = (forward_of(params).rows_per_unit() + kLanes<T> - 1) / kLanes<T>;
@@ -140,32 +170,6 @@ struct MaskGradientEntry {
 };
 
 template <class T>
-struct AccumulatorEntry {
-  static int64_t bytes(const AttentionParams& p) {
-    return KeyAccumulator<T>::size(p) * static_cast<int64_t>(sizeof(T));
-  }
-  static void add(const AttentionParams& p, void* into, const void* from) {
-    T* a = static_cast<T*>(into);
-    const T* b = static_cast<const T*>(from);
-    const int64_t size = KeyAccumulator<T>::size(p);  // whole vectors: the rows are padded
-    for (int64_t i = 0; i < size; i += kWidth<T>) store(a + i, load(a + i) + load(b + i));
-  }
-  static void write(const GradParams& g, int64_t unit, const void* accumulator) {
-    const AttentionParams& p = g.forward;
-    const Unit u = unit_of(p, unit);
-    const KeyAccumulator<T> sums(p, static_cast<T*>(const_cast<void*>(accumulator)));
-    store_rows(g.grad_key, address(g.grad_key, p, u, u.first_head / g.grad_key_group, u.key_start), keys(p, u),
-               p.head_dim, sums.key, static_cast<T>(p.scale));
-    store_rows(g.grad_value, address(g.grad_value, p, u, u.first_head / g.grad_value_group, u.key_start), keys(p, u),
-               p.value_dim, sums.value, T(1));
-  }
-
- private:
-  // All keys of the batch element, also those beyond its used length: their gradient is 0.
-  static int64_t keys(const AttentionParams& p, const Unit& u) { return p.lengths.key_start ? u.seqlen_kv : p.seqlen_kv; }
-};
-
-template <class T>
 constexpr KernelTable table() {
   return {kLanes<T>,
           ForwardEntry<T>::rows,
@@ -185,7 +189,6 @@ constexpr KernelTable table() {
           MaskGradientEntry<T, BackwardTangent>::kernel(),
           AccumulatorEntry<T>::bytes,
           AccumulatorEntry<T>::add,
-          AccumulatorEntry<T>::write,
           Rotary<T>::run,
           RmsNorm<T>::forward,
           RmsNorm<T>::backward,

@@ -26,9 +26,9 @@ struct Unit {
   int64_t rows(const AttentionParams& p) const { return seqlen_q * p.heads_per_unit; }
 };
 
-inline Unit unit_of(const AttentionParams& p, int64_t unit) {
+// In place: a copy of what was just written number by number would wait for all of it.
+inline void find_unit(const AttentionParams& p, int64_t unit, Unit& u) {
   const int64_t units_per_batch = p.num_heads / p.heads_per_unit;
-  Unit u;
   u.batch = unit / units_per_batch;
   u.first_head = unit % units_per_batch * p.heads_per_unit;
   int64_t rest = u.batch;
@@ -44,7 +44,11 @@ inline Unit unit_of(const AttentionParams& p, int64_t unit) {
                 : key_start         ? key_start[u.batch + 1] - u.key_start
                                     : p.seqlen_kv;
   u.offset = p.visibility.lower_right ? u.seqlen_kv - u.seqlen_q : 0;
-  return u;
+}
+
+// All keys of the batch element, also those beyond its used length: their gradient is 0.
+inline int64_t keys_with_gradient(const AttentionParams& p, const Unit& u) {
+  return p.lengths.key_start ? u.seqlen_kv : p.seqlen_kv;
 }
 
 // Address of element (unit's batch, head, row, 0); the row counts from the unit's first.
@@ -135,21 +139,31 @@ inline void read_heads(const TensorView& view, const AttentionParams& p, const U
 
 template <class T>
 inline void describe_lanes(const AttentionParams& p, const Unit& u, int64_t first_row, LaneTile<T>& tile) {
-  const int64_t left = u.rows(p) - first_row;
-  tile.count = left < kLanes<T> ? left : kLanes<T>;
+  // Local copies: the stores below might change what p and u hold, for all that the compiler knows.
+  const Visibility visibility = p.visibility;
+  const int64_t left = u.rows(p) - first_row, count = left < kLanes<T> ? left : kLanes<T>, heads = p.heads_per_unit,
+                first_head = u.first_head, offset = u.offset, keys = u.seqlen_kv;
+  tile.count = count;
   const int64_t lanes = tile.vectors() * kWidth<T>;
-  int64_t query = first_row / p.heads_per_unit, head = first_row % p.heads_per_unit;
-  for (int64_t lane = 0; lane < lanes; ++lane) {
-    tile.queries[lane] = query;
-    tile.heads[lane] = u.first_head + head;
-    if (lane + 1 < tile.count && ++head == p.heads_per_unit) {
-      head = 0;
-      ++query;
+  if (heads == 1) {
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      tile.queries[lane] = first_row + (lane < count ? lane : count - 1);
+      tile.heads[lane] = first_head;
+    }
+  } else {
+    int64_t query = first_row / heads, head = first_row % heads;
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      tile.queries[lane] = query;
+      tile.heads[lane] = first_head + head;
+      if (lane + 1 < count && ++head == heads) {
+        head = 0;
+        ++query;
+      }
     }
   }
   for (int64_t lane = 0; lane < lanes; ++lane) {
-    const int64_t position = tile.queries[lane] + u.offset;
-    const KeyRange range = visible_keys(p.visibility, position, u.seqlen_kv);
+    const int64_t position = tile.queries[lane] + offset;
+    const KeyRange range = visible_keys(visibility, position, keys);
     tile.begin[lane] = range.begin;
     tile.end[lane] = range.end;
     tile.position[lane] = static_cast<T>(position);
@@ -165,12 +179,38 @@ inline void read_sinks(const AttentionParams& p, const Unit& u, const LaneTile<T
   for (int64_t lane = 0; lane < kLanes<T>; ++lane) lanes[lane] = draw_together<T>(lanes[lane]) * kLog2E<T>;
 }
 
+// Whether the rows of a tile follow each other, `columns` numbers each, without a gap.
+inline bool rows_are_apart(const TensorView& view, const AttentionParams& p, int64_t columns) {
+  return p.heads_per_unit == 1 && view.row_stride == columns && (columns == 1 || view.column_stride == 1);
+}
+
+// Pairs, one after the other, from and to two vectors.
+template <class T, size_t... kLane>
+ATTENTION_EXT_INLINE void split_pairs(Vec<T> low, Vec<T> high, T* first, T* second, std::index_sequence<kLane...>) {
+  store(first, Vec<T>(__builtin_shufflevector(low, high, (2 * static_cast<int>(kLane))...)));
+  store(second, Vec<T>(__builtin_shufflevector(low, high, (2 * static_cast<int>(kLane) + 1)...)));
+}
+template <class T, size_t... kLane>
+ATTENTION_EXT_INLINE void store_pairs(Vec<T> first, Vec<T> second, T* pairs, std::index_sequence<kLane...>) {
+  constexpr int w = kWidth<T>;
+  const auto half = [&](auto from) { return __builtin_shufflevector(first, second,
+      ((static_cast<int>(kLane) + decltype(from)::value) / 2 + (kLane % 2 ? w : 0))...); };
+  store(pairs, Vec<T>(half(std::integral_constant<int, 0>{})));
+  store(pairs + w, Vec<T>(half(std::integral_constant<int, w>{})));
+}
+
 // The two numbers of each row's softmax state; 0 in lanes without a row.
 template <class T>
 inline void read_state(const AttentionParams& p, const Unit& u, const LaneTile<T>& tile, T* reference, T* sum) {
   const char* row[kLanes<T>];
   row_addresses(p.state, p, u, tile, row);
-  for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
+  const int64_t together = rows_are_apart(p.state, p, 2) ? tile.count / kWidth<T> * kWidth<T> : 0;
+  for (int64_t lane = 0; lane < together; lane += kWidth<T>) {
+    const T* state = reinterpret_cast<const T*>(row[lane]);
+    split_pairs<T>(load(state), load(state + kWidth<T>), reference + lane, sum + lane,
+                   std::make_index_sequence<kWidth<T>>{});
+  }
+  for (int64_t lane = together; lane < kLanes<T>; ++lane) {
     const T* state = reinterpret_cast<const T*>(row[lane]);
     reference[lane] = lane < tile.count ? state[0] : T(0);
     sum[lane] = lane < tile.count ? state[p.state.column_stride] : T(0);
@@ -184,7 +224,18 @@ inline void write_statistics(const AttentionParams& p, const Unit& u, const Lane
   const char *lse_row[kLanes<T>], *state_row[kLanes<T>];
   if (p.lse.data) row_addresses(p.lse, p, u, tile, lse_row);
   if (p.state.data) row_addresses(p.state, p, u, tile, state_row);
-  for (int64_t lane = 0; lane < tile.count; ++lane) {
+  const bool together = (!p.lse.data || rows_are_apart(p.lse, p, 1)) && (!p.state.data || rows_are_apart(p.state, p, 2));
+  int64_t lane = 0;
+  if (together && !drawn) {
+    for (; lane + kWidth<T> <= tile.count; lane += kWidth<T>) {
+      const SoftmaxResult<T>& r = result[lane / kWidth<T>];
+      if (p.lse.data) store(reinterpret_cast<T*>(const_cast<char*>(lse_row[lane])), r.lse);
+      if (!p.state.data) continue;
+      store_pairs<T>(r.reference, r.sum, reinterpret_cast<T*>(const_cast<char*>(state_row[lane])),
+                     std::make_index_sequence<kWidth<T>>{});
+    }
+  }
+  for (; lane < tile.count; ++lane) {
     const SoftmaxResult<T>& r = result[lane / kWidth<T>];
     const int64_t i = lane % kWidth<T>;
     const T lse = r.lse[i], state[2] = {r.reference[i], r.sum[i]};

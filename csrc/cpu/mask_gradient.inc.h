@@ -108,7 +108,8 @@ class MaskGradient : public Base<T> {
   }
 
   void write(int64_t unit, int64_t queries) {
-    const Unit u = unit_of(p_, unit);
+    Unit u;
+    find_unit(p_, unit, u);
     const int64_t rows = m_.shared_rows ? 1 : clamp_to(p_.seqlen_q - first_query_, 0, queries);
     const int64_t columns = m_.shared_columns ? 1 : clamp_to(p_.seqlen_kv - this->key_limit_.begin, 0, kKeys);
     const TensorView& view = m_.grad_mask;

@@ -98,26 +98,26 @@ ATTENTION_EXT_INLINE void broadcast_columns(const T* __restrict a, int64_t a_str
   }
 }
 
-// c[i][column] += sum over r in [first, last) of a[i][r] * b[r][column], for kRows rows i and whole vectors of
-// columns, in strips of about equal width: dV and dK. Blocked summation again, kSumRows rows at a time; the first
-// block of all overwrites what c holds.
+// c[i][column] += factor * sum over r in [first, last) of a[i][r] * b[r][column], for kRows rows i and whole
+// vectors of columns, in strips of about equal width: dV and dK. Blocked summation again, kSumRows rows at a time;
+// the first block of all overwrites what c holds.
 constexpr int64_t kSumRows = 128;
 
 template <class T, int kRows, int kVectors>
 __attribute__((noinline)) void add_product(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth,
-                                           bool is_first, T* c, int64_t c_stride) {
+                                           T factor, bool is_first, T* c, int64_t c_stride) {
   Vec<T> sum[kRows][kVectors];
   broadcast_rows<T, kRows, kVectors>(a, a_stride, b, b_stride, depth, sum);
   for (int i = 0; i < kRows; ++i) {
     for (int v = 0; v < kVectors; ++v) {
       T* out = c + i * c_stride + v * kWidth<T>;
-      store(out, is_first ? sum[i][v] : load(out) + sum[i][v]);
+      store(out, is_first ? sum[i][v] * factor : fma(sum[i][v], broadcast(factor), load(out)));
     }
   }
 }
 template <class T, int kRows>
 inline void add_product(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t first, int64_t last,
-                        int64_t columns, bool is_first, T* c, int64_t c_stride) {
+                        int64_t columns, T factor, bool is_first, T* c, int64_t c_stride) {
   constexpr int most = Tuning::kLaneVectors;
   const int64_t vectors = columns / kWidth<T>;
   const int64_t strips = (vectors + most - 1) / most;
@@ -128,7 +128,7 @@ inline void add_product(const T* a, int64_t a_stride, const T* b, int64_t b_stri
       do {
         const int64_t depth = last - r < kSumRows ? last - r : kSumRows;
         add_product<T, kRows, decltype(width)::value>(a + r, a_stride, b + r * b_stride + left, b_stride, depth,
-                                                      is_first && r == first, c + left, c_stride);
+                                                      factor, is_first && r == first, c + left, c_stride);
         r += kSumRows;
       } while (r < last);
     });

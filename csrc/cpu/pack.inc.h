@@ -267,24 +267,24 @@ inline T largest_norm2(const T* rows, int64_t stride, int64_t count, int64_t col
   return horizontal_max<T>(largest);
 }
 
-// Whether there is no NaN and no infinity.
+// Whether there is no NaN and no infinity: those are not 0 when multiplied by 0.
 template <class T>
 inline bool all_finite(const T* rows, int64_t stride, int64_t count, int64_t columns) {
-  Vec<T> even = {}, odd = {};
+  constexpr int w = kWidth<T>;
+  if (stride == columns) {
+    columns *= count;
+    count = 1;
+  }
+  Vec<T> product[4] = {};
   for (int64_t i = 0; i < count; ++i) {
     const T* row = rows + i * stride;
     int64_t c = 0;
-    for (; c + 2 * kWidth<T> <= columns; c += 2 * kWidth<T>) {
-      const Vec<T> a = load(row + c), b = load(row + c + kWidth<T>);
-      even += a - a;
-      odd += b - b;
+    for (; c + 4 * w <= columns; c += 4 * w) {
+      for (int j = 0; j < 4; ++j) product[j] = fma(load(row + c + j * w), Vec<T>{}, product[j]);
     }
-    for (; c < columns; c += kWidth<T>) {
-      const Vec<T> a = load(row + c);
-      even += a - a;
-    }
+    for (; c < columns; c += w) product[0] = fma(load(row + c), Vec<T>{}, product[0]);
   }
-  return !any(Mask<T>(even + odd != T(0)));
+  return !any(Mask<T>((product[0] + product[1]) + (product[2] + product[3]) != T(0)));
 }
 
 // out[i] = sum over columns of a[i] * b[i] for each row, two tensors of one dtype; rows beyond the count get 0,
@@ -324,14 +324,20 @@ struct StagedRows {
 // What stage_rows looks for in a tile.
 enum class Stage { kFinite, kFiniteCopy, kNorm };
 
-// Rows that lie well are read in place, others copied to buffer [count][padded columns]. In place means T,
-// neighbouring columns, whole vectors, and rows at most `far` elements apart (negative: never).
+// Whether rows can be used where they lie: T, neighbouring columns, whole vectors, and rows at most `far` elements
+// apart (negative: never).
+template <class T>
+inline bool lies_in_vectors(const TensorView& view, int64_t columns, int64_t far) {
+  const DType own = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
+  return view.data && view.dtype == own && view.column_stride == 1 && columns % kWidth<T> == 0 && view.row_stride >= 0 &&
+         view.row_stride <= far;
+}
+
+// Such rows are read in place, others copied to buffer [count][padded columns].
 template <class T>
 inline StagedRows<T> place_rows(const TensorView& view, const Rows& rows, int64_t far, T* buffer) {
   const int64_t padded = round_up_to_vector<T>(rows.columns);
-  const DType own = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
-  if (view.dtype == own && view.column_stride == 1 && padded == rows.columns && view.row_stride >= 0 &&
-      view.row_stride <= far) {
+  if (lies_in_vectors<T>(view, rows.columns, far)) {
     return {reinterpret_cast<const T*>(rows.row[0]), view.row_stride, true, T(0)};
   }
   copy_rows<T, false>(rows, buffer, padded);
@@ -374,7 +380,7 @@ inline T load_scalar(const char* p, DType dtype) {
 // Rows of whole vectors back into a tensor: row i at first + i * row_stride, times factor.
 template <class T>
 inline void store_rows(const TensorView& view, const char* first, int64_t count, int64_t columns, const T* src,
-                       T factor) {
+                       T factor = T(1)) {
   constexpr int w = kWidth<T>;
   const int64_t padded = round_up_to_vector<T>(columns);
   dispatch_storage<T>(view.dtype, [&](auto* tag) {

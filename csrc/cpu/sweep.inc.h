@@ -5,6 +5,32 @@
 //
 // The exponent has the forward's bits, where lse, rounded, would cost digits if scores are large.
 
+// dK or dV (or their tangents) of one unit, whole vectors of columns: in an accumulator or in the gradient itself.
+template <class T>
+struct KeySums {
+  T* data;
+  int64_t stride;  // between keys
+  T factor;        // of every product that is added: the scale in dK
+
+  T* row(int64_t key) const { return data + key * stride; }
+  void clear(int64_t first, int64_t last, int64_t columns) const {
+    for (int64_t key = first; key < last; ++key) memset(row(key), 0, columns * sizeof(T));
+  }
+};
+
+// An accumulator: [seqlen_kv][head_dim, padded], then [seqlen_kv][value_dim, padded].
+template <class T>
+struct KeyAccumulator {
+  KeySums<T> key, value;
+
+  KeyAccumulator(const AttentionParams& p, T* memory)
+      : key{memory, round_up_to_vector<T>(p.head_dim), static_cast<T>(p.scale)},
+        value{memory + p.seqlen_kv * key.stride, round_up_to_vector<T>(p.value_dim), T(1)} {}
+  static int64_t size(const AttentionParams& p) {
+    return p.seqlen_kv * (round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim));
+  }
+};
+
 template <class T>
 class Sweep {
  public:
@@ -39,10 +65,15 @@ class Sweep {
   int64_t stride() const { return tiles_ * kLanes<T>; }  // of tiles [key][row of the super-block]
   T* query_of(int64_t t) const { return query_lanes_ + t * p_.head_dim * kLanes<T>; }
 
-  // body() for each super-block of rows [first_row, last_row) of the unit, super-blocks of about equal size.
+  // body() for each super-block of rows [first_row, last_row) of the unit, with its tiles started; super-blocks are
+  // of about equal size.
   template <class F>
   void for_super_blocks(int64_t unit, int64_t first_row, int64_t last_row, F&& body) {
-    unit_ = unit_of(p_, unit);
+    find_unit(p_, unit, unit_);
+    for_super_blocks(first_row, last_row, body);
+  }
+  template <class F>
+  void for_super_blocks(int64_t first_row, int64_t last_row, F&& body) {
     if (unit_.rows(p_) < last_row) last_row = unit_.rows(p_);
     for (int64_t row = first_row; row < last_row; row += tiles_ * kLanes<T>) {
       const int64_t left = (last_row - row + kLanes<T> - 1) / kLanes<T>, blocks = (left + most_tiles_ - 1) / most_tiles_;
@@ -170,6 +201,21 @@ class Sweep {
     return finite;
   }
 
+  // The same for the super-block, read in place where its rows lie well and fill whole vectors.
+  StagedRows<T> stage_lanes(const TensorView& view, int64_t columns, T* buffer) const {
+    const LaneTile<T>& last = tile_[tiles_ - 1];
+    const int64_t count = (tiles_ - 1) * kLanes<T> + last.count;
+    if (p_.heads_per_unit == 1 && count % kWidth<T> == 0 && lies_in_vectors<T>(view, columns, 2 * columns)) {
+      const char* first = address(view, p_, unit_, unit_.first_head, unit_.query_start + tile_[0].queries[0]);
+      const T* rows = reinterpret_cast<const T*>(first);
+      if (all_finite(rows, view.row_stride, count, columns)) return {rows, view.row_stride, true, T(0)};
+    }
+    const int64_t padded = round_up_to_vector<T>(columns);
+    bool finite = true;
+    for (int64_t t = 0; t < tiles_; ++t) finite &= finite_rows(view, tile_[t], columns, buffer + t * kLanes<T> * padded);
+    return {buffer, padded, finite, T(0)};
+  }
+
   // The current kv tile's rows of key, value or their tangents (view), as they are or with 0 for what is not
   // finite; an absent tensor is 0.
   StagedRows<T> stage(const TensorView& view, int64_t group, int64_t columns, Stage stage, T* buffer,
@@ -256,16 +302,16 @@ class Sweep {
       }
     }
   }
-  // out[key][column] += weight[key][lane] * lanes[column][lane], lanes that are not finite only.
+  // sums[key][column] += factor * weight[key][lane] * lanes[column][lane], lanes that are not finite only.
   void add_non_finite_lanes(const CellTile<T>& cells, const T* lanes, int64_t columns, const T* weight,
-                            int64_t weight_stride, T* out, int64_t out_stride) const {
+                            int64_t weight_stride, const KeySums<T>& sums) const {
     for (int64_t lane = 0; lane < cells.lanes.count; ++lane) {
       for (int64_t c = 0; c < columns; ++c) {
         const T x = lanes[c * kLanes<T> + lane];
         if (x - x == T(0)) continue;
         for (int64_t k = 0; k < count_; ++k) {
           if (cells.cell_visible(lane, k)) {
-            out[(first_key_ + k) * out_stride + c] += weight[k * weight_stride + lane] * x;
+            sums.row(first_key_ + k)[c] += sums.factor * (weight[k * weight_stride + lane] * x);
           }
         }
       }
@@ -305,20 +351,6 @@ class Sweep {
   T* dropout_;     // [kBlock][kLanes]: factors of dropout
   T* key_buffer_;  // [kBlock][head_dim, padded]
   T* cells_;       // [kBlock][kLanes]: products, for normalize()
-};
-
-// dK and dV (or their tangents) of one unit: [seqlen_kv][head_dim, padded], then [seqlen_kv][value_dim, padded].
-template <class T>
-struct KeyAccumulator {
-  T* key;
-  T* value;
-
-  KeyAccumulator() = default;
-  KeyAccumulator(const AttentionParams& p, T* memory)
-      : key(memory), value(memory + p.seqlen_kv * round_up_to_vector<T>(p.head_dim)) {}
-  static int64_t size(const AttentionParams& p) {
-    return p.seqlen_kv * (round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim));
-  }
 };
 
 // f(key, Constant<keys>, first row, last row): the rows of the super-block, in whole vectors, that see any key

@@ -111,7 +111,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_tangent(const Attent
   if (gradients.slope_sums) c.grad.slope_sums = row_view_of(*gradients.slope_sums, call);
   const KernelTable& table = table_for(query.scalar_type());
   if (call.params.num_units() > 0) {
-    run_parts(c, c.grad, table.backward_tangent, table, 6 * multiply_adds(call.params));
+    run_parts(c, c.grad.forward, table.backward_tangent, table, 6 * multiply_adds(call.params));
   }
   gradients.sum_slopes(call);
   if (delta_tangent) gradients.sum_sink_tangents(call, state, lse_tangent, *delta_tangent, sinks_tangent, options);

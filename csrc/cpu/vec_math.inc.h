@@ -31,14 +31,14 @@ template <class T>
 ATTENTION_EXT_INLINE Mask<T> broadcast_index(int64_t x) {
   return static_cast<typename VecTypes<T>::Int>(x) - Mask<T>{};
 }
+template <class T, size_t... kLane>
+ATTENTION_EXT_INLINE Mask<T> lane_numbers(std::index_sequence<kLane...>) {
+  return Mask<T>{static_cast<typename VecTypes<T>::Int>(kLane)...};
+}
 // All ones in the first `count` lanes.
 template <class T>
 ATTENTION_EXT_INLINE Mask<T> first_lanes(int64_t count) {
-  typename VecTypes<T>::Int lane[kWidth<T>];
-  for (int i = 0; i < kWidth<T>; ++i) lane[i] = i < count ? -1 : 0;
-  Mask<T> m;
-  memcpy(&m, lane, sizeof(m));
-  return m;
+  return lane_numbers<T>(std::make_index_sequence<kWidth<T>>{}) < broadcast_index<T>(count);
 }
 template <class V>
 ATTENTION_EXT_INLINE V maximum(V a, V b) {  // keeps b where a is NaN

@@ -261,7 +261,7 @@ class Call {
         kernel.run(params, unit, i, i == 0 ? sum : part, memory);
         if (i > 0) table_.add_accumulator(p_, sum, part);
       }
-      table_.store_accumulator(grad_, unit, sum);
+      kernel.store(params, unit, sum);
     }
   }
 

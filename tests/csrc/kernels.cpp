@@ -140,7 +140,7 @@ struct Problem {
         table<T>().backward.run(grad, unit, i, (i == 0 ? sum : part).get(), scratch.get());
         if (i > 0) table<T>().add_accumulator(params, sum.get(), part.get());
       }
-      table<T>().store_accumulator(grad, unit, sum.get());
+      table<T>().backward.store(grad, unit, sum.get());
     }
   }
 };
