@@ -126,6 +126,18 @@ def test_repeated_runs_give_the_same_bits():
         assert_same_bits(run(call), expected)
 
 
+@pytest.mark.parametrize("poison", [False, True], ids=["finite", "not finite"])
+@pytest.mark.parametrize("length", [64, 100, 300])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_the_layout_of_the_inputs_changes_no_bit(dtype, length, poison):
+    inputs = [torch.randn(2, 3, length, 32).to(dtype) for _ in range(3)]
+    if poison:
+        inputs[0][:, :, 5, 7] = torch.nan
+    expected = run(Call(*inputs, is_causal=True))
+    by_token = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs]
+    assert_same_bits(run(Call(*by_token, is_causal=True)), expected)
+
+
 @pytest.mark.parametrize("name", ["several tiles, causal", "one query, many keys", "sinks"])
 def test_asking_for_lse_weights_or_gradients_changes_no_bit_of_the_output(name):
     call = BY_NAME[name].make(torch.float32)

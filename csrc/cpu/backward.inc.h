@@ -41,6 +41,10 @@ class Backward : public Sweep<T> {
     grad_weights_ = arena_.template take<T>(g_.grad_weights.data ? kBlock * kLanes<T> : 0);
     finite_key_buffer_ = arena_.template take<T>(kBlock * this->head_padded());
     value_buffer_ = arena_.template take<T>(kBlock * this->value_padded());
+    const int64_t head = strip_width(this->head_padded() / kWidth<T>);
+    const int64_t value = strip_width(this->value_padded() / kWidth<T>);
+    widest_ = head > value ? head : value;
+    with_constant<kVectors>(widest_, [&](auto widest) { key_block_ = kBlockRows<decltype(widest)::value>; });
   }
 
   // Whether dK and dV can be summed where the caller wants them.
@@ -107,7 +111,7 @@ class Backward : public Sweep<T> {
 
   void stage_values() {
     const char* row[kBlock];
-    value_ = this->stage(p_.value, p_.value_group, p_.value_dim, Stage::kFinite, value_buffer_, row);
+    value_ = this->stage(p_.value, p_.value_group, p_.value_dim, Stage::kAsIs, value_buffer_, row);
   }
 
   // The first sums of a key overwrite the accumulator: whole kv tiles that no super-block had before. Keys
@@ -206,8 +210,8 @@ class Backward : public Sweep<T> {
   // Steps 1 to 5 for one lane tile; what is left of step 5 sums over the whole super-block.
   void lane_tile(int64_t t) {
     const CellTile<T> cells = this->cells_of(t);
-    this->clear_around(cells, t, probs_);
-    this->clear_around(cells, t, grad_scores_);
+    this->clear_around(cells, t, probs_, key_block_ - 1);
+    this->clear_around(cells, t, grad_scores_, key_block_ - 1);
     if (cells.empty()) return;
     T* grad_query = grad_query_ + t * p_.head_dim * kLanes<T>;
     const T* grad_scores = grad_scores_ + t * kLanes<T>;
@@ -335,12 +339,17 @@ class Backward : public Sweep<T> {
 
   // dV += (Z P)^T dO and dK += dU^T Q over the vectors of rows that see a key of the block.
   void gradients_of_keys() {
-    for_key_blocks(tile_, tiles_, first_key_, count_, [&](int64_t k, auto rows, int64_t begin, int64_t end) {
+    with_constant<kVectors>(widest_, [&](auto widest) { gradients_of_keys<decltype(widest)::value>(); });
+  }
+  template <int kWidest>
+  void gradients_of_keys() {
+    constexpr int kKeys = kBlockRows<kWidest>;
+    for_key_blocks<T, kKeys>(tile_, tiles_, first_key_, count_, [&](int64_t k, auto rows, int64_t begin, int64_t end) {
       if (begin == end && !first_sums_) return;
       const auto add = [&](const T* cells, const StagedRows<T>& lanes, int64_t columns, const KeySums<T>& sums) {
-        add_product<T, decltype(rows)::value>(cells + k * this->stride(), this->stride(), lanes.data, lanes.stride, begin,
-                                              end, columns, sums.factor, first_sums_, sums.row(first_key_ + k),
-                                              sums.stride);
+        add_product<T, decltype(rows)::value, kWidest>(cells + k * this->stride(), this->stride(), lanes.data,
+                                                       lanes.stride, begin, end, columns, sums.factor, first_sums_,
+                                                       sums.row(first_key_ + k), sums.stride);
       };
       add(probs_, grad_output_rows_, this->value_padded(), value_sums_);
       add(grad_scores_, query_rows_, this->head_padded(), key_sums_);
@@ -349,6 +358,8 @@ class Backward : public Sweep<T> {
 
   const GradParams& g_;
   KeySums<T> key_sums_{}, value_sums_{};
+  int64_t widest_;     // vectors in the widest strip of columns of dK and dV
+  int64_t key_block_;  // keys beside each other in these sums: as many as the registers hold
   int64_t summed_keys_ = 0;  // the first keys of both that hold something
   bool first_sums_ = false;  // of the current kv tile's keys
 

@@ -18,15 +18,10 @@ ATTENTION_EXT_INLINE void for_columns(int64_t columns, F&& f) {
   for (; c < columns; c += w) f(Place<0>{}, c, columns - c < w ? columns - c : w);
 }
 
-// Every lane plus the lane kHalf away.
-template <class T, int kHalf, size_t... kLane>
-ATTENTION_EXT_INLINE Vec<T> fold(Vec<T> x, std::index_sequence<kLane...>) {
-  return x + __builtin_shufflevector(x, x, (static_cast<int>(kLane) ^ kHalf)...);
-}
 template <class T, int kHalf = kWidth<T> / 2>
 ATTENTION_EXT_INLINE T sum_of_lanes(Vec<T> x) {
   if constexpr (kHalf > 0) {
-    return sum_of_lanes<T, kHalf / 2>(fold<T, kHalf>(x, std::make_index_sequence<kWidth<T>>{}));
+    return sum_of_lanes<T, kHalf / 2>(x + swap_lanes<T, kHalf>(x, std::make_index_sequence<kWidth<T>>{}));
   } else {
     return x[0];
   }

@@ -68,21 +68,16 @@ class Forward {
     const char* row[kLanes<T>];
     row_addresses(p_.query, p_, unit_, tile, row);
     T* query = query_ + t * p_.head_dim * kLanes<T>;
-    pack_lanes<T>({row, tile.count, p_.query.column_stride, p_.head_dim, p_.query.dtype}, kLanes<T>, kLanes<T>, query);
-    Vec<T> norm2[kVectors] = {};
-    for (int64_t d = 0; d < p_.head_dim; ++d) {
-      for (int v = 0; v < kVectors; ++v) {
-        const Vec<T> x = load(query + d * kLanes<T> + v * kWidth<T>);
-        norm2[v] = fma(x, x, norm2[v]);
-      }
-    }
-    T largest = T(0);
+    alignas(64) T norm2[kLanes<T>];
+    pack_lanes<T>({row, tile.count, p_.query.column_stride, p_.head_dim, p_.query.dtype}, kLanes<T>, kLanes<T>, query,
+                  norm2);
+    Vec<T> largest = {};
     for (int v = 0; v < kVectors; ++v) {
-      const T x = horizontal_max<T>(norm2[v]);
+      const Vec<T> x = load(norm2 + v * kWidth<T>);
       largest = x > largest || x != x ? x : largest;
       state_[t * kVectors + v] = {Vec<T>{}, Vec<T>{}};
     }
-    query_norm2_[t] = largest * score_.scale_log2e * score_.scale_log2e;
+    query_norm2_[t] = horizontal_max<T>(largest) * score_.scale_log2e * score_.scale_log2e;
     query_bound_[t] = kReach<T>;
     memset(acc_ + t * p_.value_dim * kLanes<T>, 0, p_.value_dim * kLanes<T> * sizeof(T));
   }

@@ -137,12 +137,12 @@ inline void read_heads(const TensorView& view, const AttentionParams& p, const U
   }
 }
 
+// Which row is in which lane: queries and heads of the tile from first_row on.
 template <class T>
-inline void describe_lanes(const AttentionParams& p, const Unit& u, int64_t first_row, LaneTile<T>& tile) {
+inline void fill_lanes(const AttentionParams& p, const Unit& u, int64_t first_row, LaneTile<T>& tile) {
   // Local copies: the stores below might change what p and u hold, for all that the compiler knows.
-  const Visibility visibility = p.visibility;
   const int64_t left = u.rows(p) - first_row, count = left < kLanes<T> ? left : kLanes<T>, heads = p.heads_per_unit,
-                first_head = u.first_head, offset = u.offset, keys = u.seqlen_kv;
+                first_head = u.first_head;
   tile.count = count;
   const int64_t lanes = tile.vectors() * kWidth<T>;
   if (heads == 1) {
@@ -150,17 +150,24 @@ inline void describe_lanes(const AttentionParams& p, const Unit& u, int64_t firs
       tile.queries[lane] = first_row + (lane < count ? lane : count - 1);
       tile.heads[lane] = first_head;
     }
-  } else {
-    int64_t query = first_row / heads, head = first_row % heads;
-    for (int64_t lane = 0; lane < lanes; ++lane) {
-      tile.queries[lane] = query;
-      tile.heads[lane] = first_head + head;
-      if (lane + 1 < count && ++head == heads) {
-        head = 0;
-        ++query;
-      }
+    return;
+  }
+  int64_t query = first_row / heads, head = first_row % heads;
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    tile.queries[lane] = query;
+    tile.heads[lane] = first_head + head;
+    if (lane + 1 < count && ++head == heads) {
+      head = 0;
+      ++query;
     }
   }
+}
+
+template <class T>
+inline void describe_lanes(const AttentionParams& p, const Unit& u, int64_t first_row, LaneTile<T>& tile) {
+  fill_lanes(p, u, first_row, tile);
+  const Visibility visibility = p.visibility;  // copies again
+  const int64_t offset = u.offset, keys = u.seqlen_kv, lanes = tile.vectors() * kWidth<T>;
   for (int64_t lane = 0; lane < lanes; ++lane) {
     const int64_t position = tile.queries[lane] + offset;
     const KeyRange range = visible_keys(visibility, position, keys);
@@ -179,24 +186,24 @@ inline void read_sinks(const AttentionParams& p, const Unit& u, const LaneTile<T
   for (int64_t lane = 0; lane < kLanes<T>; ++lane) lanes[lane] = draw_together<T>(lanes[lane]) * kLog2E<T>;
 }
 
-// Whether the rows of a tile follow each other, `columns` numbers each, without a gap.
-inline bool rows_are_apart(const TensorView& view, const AttentionParams& p, int64_t columns) {
+// Whether a tile's rows follow each other, `columns` numbers each, without a gap.
+inline bool rows_are_dense(const TensorView& view, const AttentionParams& p, int64_t columns) {
   return p.heads_per_unit == 1 && view.row_stride == columns && (columns == 1 || view.column_stride == 1);
 }
 
-// Pairs, one after the other, from and to two vectors.
+// The first and second numbers of pairs that follow each other in two vectors, and back.
 template <class T, size_t... kLane>
-ATTENTION_EXT_INLINE void split_pairs(Vec<T> low, Vec<T> high, T* first, T* second, std::index_sequence<kLane...>) {
+ATTENTION_EXT_INLINE void split_pairs(const T* pairs, T* first, T* second, std::index_sequence<kLane...>) {
+  const Vec<T> low = load(pairs), high = load(pairs + kWidth<T>);
   store(first, Vec<T>(__builtin_shufflevector(low, high, (2 * static_cast<int>(kLane))...)));
   store(second, Vec<T>(__builtin_shufflevector(low, high, (2 * static_cast<int>(kLane) + 1)...)));
 }
 template <class T, size_t... kLane>
-ATTENTION_EXT_INLINE void store_pairs(Vec<T> first, Vec<T> second, T* pairs, std::index_sequence<kLane...>) {
+ATTENTION_EXT_INLINE void join_pairs(Vec<T> first, Vec<T> second, T* pairs, std::index_sequence<kLane...>) {
   constexpr int w = kWidth<T>;
-  const auto half = [&](auto from) { return __builtin_shufflevector(first, second,
-      ((static_cast<int>(kLane) + decltype(from)::value) / 2 + (kLane % 2 ? w : 0))...); };
-  store(pairs, Vec<T>(half(std::integral_constant<int, 0>{})));
-  store(pairs + w, Vec<T>(half(std::integral_constant<int, w>{})));
+  constexpr auto source = [](size_t place) { return static_cast<int>(place / 2 + (place % 2 ? w : 0)); };
+  store(pairs, Vec<T>(__builtin_shufflevector(first, second, source(kLane)...)));
+  store(pairs + w, Vec<T>(__builtin_shufflevector(first, second, source(kLane + w)...)));
 }
 
 // The two numbers of each row's softmax state; 0 in lanes without a row.
@@ -204,10 +211,9 @@ template <class T>
 inline void read_state(const AttentionParams& p, const Unit& u, const LaneTile<T>& tile, T* reference, T* sum) {
   const char* row[kLanes<T>];
   row_addresses(p.state, p, u, tile, row);
-  const int64_t together = rows_are_apart(p.state, p, 2) ? tile.count / kWidth<T> * kWidth<T> : 0;
+  const int64_t together = rows_are_dense(p.state, p, 2) ? tile.count / kWidth<T> * kWidth<T> : 0;
   for (int64_t lane = 0; lane < together; lane += kWidth<T>) {
-    const T* state = reinterpret_cast<const T*>(row[lane]);
-    split_pairs<T>(load(state), load(state + kWidth<T>), reference + lane, sum + lane,
+    split_pairs<T>(reinterpret_cast<const T*>(row[lane]), reference + lane, sum + lane,
                    std::make_index_sequence<kWidth<T>>{});
   }
   for (int64_t lane = together; lane < kLanes<T>; ++lane) {
@@ -224,16 +230,15 @@ inline void write_statistics(const AttentionParams& p, const Unit& u, const Lane
   const char *lse_row[kLanes<T>], *state_row[kLanes<T>];
   if (p.lse.data) row_addresses(p.lse, p, u, tile, lse_row);
   if (p.state.data) row_addresses(p.state, p, u, tile, state_row);
-  const bool together = (!p.lse.data || rows_are_apart(p.lse, p, 1)) && (!p.state.data || rows_are_apart(p.state, p, 2));
+  const bool dense =
+      (!p.lse.data || rows_are_dense(p.lse, p, 1)) && (!p.state.data || rows_are_dense(p.state, p, 2));
   int64_t lane = 0;
-  if (together && !drawn) {
-    for (; lane + kWidth<T> <= tile.count; lane += kWidth<T>) {
-      const SoftmaxResult<T>& r = result[lane / kWidth<T>];
-      if (p.lse.data) store(reinterpret_cast<T*>(const_cast<char*>(lse_row[lane])), r.lse);
-      if (!p.state.data) continue;
-      store_pairs<T>(r.reference, r.sum, reinterpret_cast<T*>(const_cast<char*>(state_row[lane])),
-                     std::make_index_sequence<kWidth<T>>{});
-    }
+  for (; dense && !drawn && lane + kWidth<T> <= tile.count; lane += kWidth<T>) {
+    const SoftmaxResult<T>& r = result[lane / kWidth<T>];
+    if (p.lse.data) store(reinterpret_cast<T*>(const_cast<char*>(lse_row[lane])), r.lse);
+    if (!p.state.data) continue;
+    join_pairs<T>(r.reference, r.sum, reinterpret_cast<T*>(const_cast<char*>(state_row[lane])),
+                  std::make_index_sequence<kWidth<T>>{});
   }
   for (; lane < tile.count; ++lane) {
     const SoftmaxResult<T>& r = result[lane / kWidth<T>];

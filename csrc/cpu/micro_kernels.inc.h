@@ -115,15 +115,19 @@ __attribute__((noinline)) void add_product(const T* a, int64_t a_stride, const T
     }
   }
 }
-template <class T, int kRows>
+// How many strips of columns there are, and vectors in the widest.
+inline int64_t strips_of(int64_t vectors) { return (vectors + Tuning::kLaneVectors - 1) / Tuning::kLaneVectors; }
+inline int64_t strip_width(int64_t vectors) { return vectors > 0 ? (vectors - 1) / strips_of(vectors) + 1 : 1; }
+
+// kWidest: vectors in the widest strip.
+template <class T, int kRows, int kWidest = Tuning::kLaneVectors>
 inline void add_product(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t first, int64_t last,
                         int64_t columns, T factor, bool is_first, T* c, int64_t c_stride) {
-  constexpr int most = Tuning::kLaneVectors;
   const int64_t vectors = columns / kWidth<T>;
-  const int64_t strips = (vectors + most - 1) / most;
+  const int64_t strips = strips_of(vectors);
   for (int64_t s = 0; s < strips; ++s) {
     const int64_t left = vectors * s / strips * kWidth<T>, right = vectors * (s + 1) / strips * kWidth<T>;
-    with_constant<most>((right - left) / kWidth<T>, [&](auto width) {
+    with_constant<kWidest>((right - left) / kWidth<T>, [&](auto width) {
       int64_t r = first;
       do {
         const int64_t depth = last - r < kSumRows ? last - r : kSumRows;

@@ -138,13 +138,15 @@ struct Rows {
   DType dtype;
 };
 
-// dst[column][lane], lane = row: up to kLanes rows side by side; missing rows are 0.
+// dst[column][lane], lane = row: up to kLanes rows side by side; missing rows are 0. If asked for, norm2[lane] is a
+// row's sum of squares.
 template <class T>
-inline void pack_lanes(const Rows& src, int64_t lanes, int64_t lane_stride, T* __restrict dst) {
+inline void pack_lanes(const Rows& src, int64_t lanes, int64_t lane_stride, T* __restrict dst, T* norm2 = nullptr) {
   constexpr int w = kWidth<T>;
   dispatch_storage<T>(src.dtype, [&](auto* tag) {
     using S = typename std::remove_pointer<decltype(tag)>::type;
     for (int64_t lane = 0; lane < lanes; lane += w) {
+      Vec<T> sum = {};
       for (int64_t c = 0; c < src.columns; c += w) {
         const int64_t count = src.columns - c < w ? src.columns - c : w;
         Vec<T> block[w];
@@ -162,11 +164,18 @@ inline void pack_lanes(const Rows& src, int64_t lanes, int64_t lane_stride, T* _
         T* out = dst + c * lane_stride + lane;
         if (count == w) {
 #pragma GCC unroll 16
-          for (int i = 0; i < w; ++i) store(out + i * lane_stride, block[i]);
+          for (int i = 0; i < w; ++i) {
+            store(out + i * lane_stride, block[i]);
+            sum = fma(block[i], block[i], sum);
+          }
         } else {
-          for (int64_t i = 0; i < count; ++i) store(out + i * lane_stride, block[i]);
+          for (int64_t i = 0; i < count; ++i) {
+            store(out + i * lane_stride, block[i]);
+            sum = fma(block[i], block[i], sum);
+          }
         }
       }
+      if (norm2) store(norm2 + lane, sum);
     }
   });
 }
@@ -322,15 +331,16 @@ struct StagedRows {
 };
 
 // What stage_rows looks for in a tile.
-enum class Stage { kFinite, kFiniteCopy, kNorm };
+// kAsIs: nothing; the tile counts as finite.
+enum class Stage { kAsIs, kFinite, kFiniteCopy, kNorm };
 
 // Whether rows can be used where they lie: T, neighbouring columns, whole vectors, and rows at most `far` elements
 // apart (negative: never).
 template <class T>
 inline bool lies_in_vectors(const TensorView& view, int64_t columns, int64_t far) {
   const DType own = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
-  return view.data && view.dtype == own && view.column_stride == 1 && columns % kWidth<T> == 0 && view.row_stride >= 0 &&
-         view.row_stride <= far;
+  return view.data && view.dtype == own && view.column_stride == 1 && columns % kWidth<T> == 0 &&
+         view.row_stride >= 0 && view.row_stride <= far;
 }
 
 // Such rows are read in place, others copied to buffer [count][padded columns].
@@ -352,6 +362,7 @@ template <class T>
 inline StagedRows<T> stage_rows(const TensorView& view, const Rows& rows, bool even, Stage stage, T* buffer) {
   const int64_t padded = round_up_to_vector<T>(rows.columns);
   StagedRows<T> tile = place_rows<T>(view, rows, even ? 2 * rows.columns : -1, buffer);
+  if (stage == Stage::kAsIs) return tile;
   if (stage == Stage::kNorm) {
     tile.norm2 = largest_norm2(tile.data, tile.stride, rows.count, padded);
     tile.finite = tile.norm2 - tile.norm2 == T(0);

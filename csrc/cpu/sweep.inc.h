@@ -212,7 +212,9 @@ class Sweep {
     }
     const int64_t padded = round_up_to_vector<T>(columns);
     bool finite = true;
-    for (int64_t t = 0; t < tiles_; ++t) finite &= finite_rows(view, tile_[t], columns, buffer + t * kLanes<T> * padded);
+    for (int64_t t = 0; t < tiles_; ++t) {
+      finite &= finite_rows(view, tile_[t], columns, buffer + t * kLanes<T> * padded);
+    }
     return {buffer, padded, finite, T(0)};
   }
 
@@ -273,17 +275,16 @@ class Sweep {
 
   // 0 in the cells that for_key_blocks reads beyond those that a vector's rows see: its blocks of keys begin
   // and end up to so many keys away. All cells that they see are computed, or none.
-  void clear_around(const CellTile<T>& cells, int64_t t, T* array) const {
-    constexpr int64_t kAway = kBlockRows<> - 1;
+  void clear_around(const CellTile<T>& cells, int64_t t, T* array, int64_t away = kBlockRows<> - 1) const {
     const LaneTile<T>& lanes = cells.lanes;
     for (int v = 0; v < lanes.vectors(); ++v) {
       const int64_t begin = clamp_to(lanes.begin[v * kWidth<T>] - first_key_, 0, count_);
       const int64_t end = clamp_to(lanes.end[(v + 1) * kWidth<T> - 1] - first_key_, 0, count_);
       T* column = array + t * kLanes<T> + v * kWidth<T>;
-      for (int64_t k = begin > kAway ? begin - kAway : 0; k < (cells.empty() ? end : begin); ++k) {
+      for (int64_t k = begin > away ? begin - away : 0; k < (cells.empty() ? end : begin); ++k) {
         store(column + k * stride(), Vec<T>{});
       }
-      for (int64_t k = end; k < end + kAway && k < count_; ++k) store(column + k * stride(), Vec<T>{});
+      for (int64_t k = end; k < end + away && k < count_; ++k) store(column + k * stride(), Vec<T>{});
     }
   }
 
@@ -354,15 +355,15 @@ class Sweep {
 };
 
 // f(key, Constant<keys>, first row, last row): the rows of the super-block, in whole vectors, that see any key
-// of each block of keys; first == last if none does.
-template <class T, class F>
+// of each block of kKeys keys; first == last if none does.
+template <class T, int kKeys = kBlockRows<>, class F>
 inline void for_key_blocks(const LaneTile<T>* tile, int64_t tiles, int64_t first_key, int64_t count, F&& f) {
   constexpr int kVectors = Tuning::kLaneVectors;
   const int vectors = static_cast<int>((tiles - 1) * kVectors + tile[tiles - 1].vectors());
   const auto end_of = [&](int v) { return tile[v / kVectors].end[(v % kVectors + 1) * kWidth<T> - 1]; };
   const auto begin_of = [&](int v) { return tile[v / kVectors].begin[v % kVectors * kWidth<T>]; };
   int first = 0, last = 0;
-  for_row_blocks(0, count, [&](int64_t k, auto rows) {
+  for_row_blocks<kKeys>(0, count, [&](int64_t k, auto rows) {
     while (first < vectors && end_of(first) <= first_key + k) ++first;
     while (last < vectors && begin_of(last) < first_key + k + decltype(rows)::value) ++last;
     f(k, rows, first * kWidth<T>, (first < last ? last : first) * kWidth<T>);

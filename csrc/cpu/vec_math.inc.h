@@ -158,9 +158,17 @@ ATTENTION_EXT_INLINE Vec<T> horizontal_sums(Vec<T> (&r)[kWidth<T>]) {
     return r[0];
   }
 }
-template <class T>
+// Every lane gets the one kHalf away.
+template <class T, int kHalf, size_t... kLane>
+ATTENTION_EXT_INLINE Vec<T> swap_lanes(Vec<T> x, std::index_sequence<kLane...>) {
+  return __builtin_shufflevector(x, x, (static_cast<int>(kLane) ^ kHalf)...);
+}
+template <class T, int kHalf = kWidth<T> / 2>
 ATTENTION_EXT_INLINE T horizontal_max(Vec<T> x) {  // NaN wins
-  T r = x[0];
-  for (int i = 1; i < kWidth<T>; ++i) r = x[i] > r || x[i] != x[i] ? x[i] : r;
-  return r;
+  if constexpr (kHalf > 0) {
+    const Vec<T> y = swap_lanes<T, kHalf>(x, std::make_index_sequence<kWidth<T>>{});
+    return horizontal_max<T, kHalf / 2>(y > x || y != y ? y : x);
+  } else {
+    return x[0];
+  }
 }
