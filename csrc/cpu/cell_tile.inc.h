@@ -44,6 +44,17 @@ struct CellTile {
   bool empty() const { return segments.size == 0 || mask == MaskTile::kAllHidden; }
   int64_t begin() const { return segments.segment[0].begin; }
   int64_t end() const { return segments.segment[segments.size - 1].end; }
+  // The keys of vector v's cells.
+  KeyRange keys_of(int v) const {
+    KeyRange keys{0, 0};
+    for (int i = 0; i < segments.size; ++i) {
+      const Segment& s = segments.segment[i];
+      if (v < s.first_vector || v >= s.last_vector) continue;
+      if (keys.begin == keys.end) keys.begin = s.begin;
+      keys.end = s.end;
+    }
+    return keys;
+  }
 
   ATTENTION_EXT_INLINE Vec<T> addend_at(int v, int64_t key) const {
     return mask == MaskTile::kMixed ? load(addend + key * kLanes<T> + v * kWidth<T>) : Vec<T>{};
@@ -143,63 +154,107 @@ inline MaskTile pack_mask(const TensorView& view, const LaneTile<T>& tile, int64
   return any(some_changed) ? MaskTile::kMixed : MaskTile::kNone;
 }
 
-// Dropout's random words of W cells, given by query, number of batch element and head (low and high word), and
-// block of four keys; a cell keeps its weight, divided by 1 - p, where its word reaches p * 2^32.
+// Dropout's factors of W cells, given by query, number of batch element and head, and block of four keys. A cell
+// keeps its weight, divided by 1 - p, where its random word reaches p * 2^32.
 template <class T>
 struct DropoutCells {
-  typedef typename WideVecOf<T>::type Wide;
-  uint64_t seed, first_place, threshold;
+  static constexpr int kParts = 8 / static_cast<int>(sizeof(T));
+  typedef typename std::make_unsigned<typename VecTypes<T>::Int>::type Word;
+  typedef Word Words __attribute__((vector_size(Tuning::kVectorBytes)));
+
+  // 32-bit words as philox takes them: lane i is element i / kParts of part i % kParts.
+  struct Lanes {
+    WideVec part[kParts];
+
+    template <class F>
+    static ATTENTION_EXT_INLINE Lanes of(F&& word_of_lane) {
+      Lanes lanes;
+      for (int part = 0; part < kParts; ++part) {
+        uint64_t word[kWidth<double>];
+        for (int i = 0; i < kWidth<double>; ++i) word[i] = word_of_lane(i * kParts + part);
+        memcpy(&lanes.part[part], word, sizeof(word));
+      }
+      return lanes;
+    }
+    static ATTENTION_EXT_INLINE Lanes broadcast(uint64_t word) {
+      Lanes lanes;
+      for (WideVec& part : lanes.part) part = word - WideVec{};
+      return lanes;
+    }
+  };
+  struct Rows {
+    Lanes query, low_place, high_place;
+  };
+
+  uint64_t seed, first_place;
+  Word threshold;
   T kept;
 
   DropoutCells(const AttentionParams& p, const Unit& u)
       : seed(static_cast<uint64_t>(p.dropout.seed[u.batch])),
         first_place(static_cast<uint64_t>(u.batch % p.dropout.batches_per_pattern) * static_cast<uint64_t>(p.num_heads)),
-        threshold(static_cast<uint64_t>(p.dropout.probability * 4294967296.0)),
+        threshold(static_cast<Word>(p.dropout.probability < 1.0 ? p.dropout.probability * 4294967296.0 : 0.0)),
         kept(static_cast<T>(p.dropout.probability < 1.0 ? 1.0 / (1.0 - p.dropout.probability) : 0.0)) {}
 
-  PhiloxWords<Wide> words(Wide key_block, Wide query, Wide head) const {
-    const Wide place = head + first_place;
-    return philox<Wide>(seed, key_block & uint64_t{0xffffffff}, query & uint64_t{0xffffffff},
-                        place & uint64_t{0xffffffff}, place >> 32);
+  Rows row(int64_t query, int64_t head) const {
+    const uint64_t place = first_place + static_cast<uint64_t>(head);
+    return {Lanes::broadcast(static_cast<uint64_t>(query)), Lanes::broadcast(place), Lanes::broadcast(place >> 32)};
   }
-  Vec<T> factors(Wide word) const {
-    return keep<T>(__builtin_convertvector(word >= threshold, Mask<T>), broadcast(kept));
+  Rows rows(const int64_t* queries, const int64_t* heads) const {
+    const auto place = [&](int lane) { return first_place + static_cast<uint64_t>(heads[lane]); };
+    return {Lanes::of([&](int lane) { return static_cast<uint64_t>(queries[lane]); }), Lanes::of(place),
+            Lanes::of([&](int lane) { return place(lane) >> 32; })};
+  }
+
+  // Of key k of each lane's block of four.
+  struct Factors {
+    Vec<T> key[4];
+  };
+  ATTENTION_EXT_INLINE Factors factors(const Lanes& key_block, const Rows& rows) const {
+    PhiloxWords<WideVec> words[kParts];
+    for (int i = 0; i < kParts; ++i) {
+      words[i] = philox<WideVec>(
+          seed, key_block.part[i], rows.query.part[i], rows.low_place.part[i], rows.high_place.part[i],
+          [](WideVec a, uint64_t b) __attribute__((always_inline)) { return multiply_low_halves(a, b - WideVec{}); });
+    }
+    const Vec<T> kept_lanes = broadcast(kept);
+    Factors factors;
+    for (int k = 0; k < 4; ++k) {
+      Words word;
+      if constexpr (kParts == 2) {
+        Vec<T> even = bit_cast<Vec<T>>(words[0].word[k]), odd = bit_cast<Vec<T>>(words[1].word[k]);
+        exchange_blocks<T, 1>(even, odd, std::make_index_sequence<kWidth<T>>{});
+        word = bit_cast<Words>(even);
+      } else {
+        word = words[0].word[k] & Word{0xffffffff};
+      }
+      factors.key[k] = word >= threshold ? kept_lanes : Vec<T>{};
+    }
+    return factors;
   }
 };
 
-// Fills out[key][lane] with dropout's factors for the keys [begin, end) of the kv tile at first_key, a multiple
-// of 4.
-template <class T>
-inline void pack_dropout(const AttentionParams& p, const Unit& u, const LaneTile<T>& tile, int64_t first_key,
-                         int64_t begin, int64_t end, T* __restrict out) {
-  typedef typename WideVecOf<T>::type Wide;
-  const DropoutCells<T> cells(p, u);
-  for (int v = 0; v < tile.vectors(); ++v) {
-    Wide query, head;
-    for (int i = 0; i < kWidth<T>; ++i) {
-      query[i] = static_cast<uint64_t>(tile.queries[v * kWidth<T> + i]);
-      head[i] = static_cast<uint64_t>(tile.heads[v * kWidth<T> + i]);
-    }
-    for (int64_t key = begin / 4 * 4; key < end; key += 4) {
-      const Wide block = static_cast<uint64_t>((first_key + key) / 4) - Wide{};
-      const PhiloxWords<Wide> words = cells.words(block, query, head);
-      for (int i = 0; i < 4 && key + i < end; ++i) {
-        store(out + (key + i) * kLanes<T> + v * kWidth<T>, cells.factors(words.word[i]));
-      }
-    }
+// f(key, its factors) for the rows of vector v and the keys [begin, end) of the kv tile at first_key, a multiple of
+// 4; for up to three keys before and after them too.
+template <class T, class F>
+ATTENTION_EXT_INLINE void for_dropout_factors(const DropoutCells<T>& cells, const LaneTile<T>& tile, int v,
+                                              int64_t first_key, int64_t begin, int64_t end, F&& f) {
+  const auto rows = cells.rows(tile.queries + v * kWidth<T>, tile.heads + v * kWidth<T>);
+  for (int64_t key = begin / 4 * 4; key < end; key += 4) {
+    const auto block = DropoutCells<T>::Lanes::broadcast(static_cast<uint64_t>((first_key + key) / 4));
+    const auto factors = cells.factors(block, rows);
+    for (int i = 0; i < 4; ++i) f(key + i, factors.key[i]);
   }
 }
 
 // The same for one row and the W keys from first_key on.
 template <class T>
 inline Vec<T> dropout_of_keys(const AttentionParams& p, const Unit& u, int64_t head, int64_t query, int64_t first_key) {
-  typedef typename WideVecOf<T>::type Wide;
   const DropoutCells<T> cells(p, u);
-  Wide block;
-  for (int i = 0; i < kWidth<T>; ++i) block[i] = static_cast<uint64_t>((first_key + i) / 4);
-  const PhiloxWords<Wide> words =
-      cells.words(block, static_cast<uint64_t>(query) - Wide{}, static_cast<uint64_t>(head) - Wide{});
-  Wide own;
-  for (int i = 0; i < kWidth<T>; ++i) own[i] = words.word[(first_key + i) % 4][i];
-  return cells.factors(own);
+  const auto block =
+      DropoutCells<T>::Lanes::of([&](int lane) { return static_cast<uint64_t>((first_key + lane) / 4); });
+  const auto factors = cells.factors(block, cells.row(query, head));
+  Vec<T> own;
+  for (int i = 0; i < kWidth<T>; ++i) own[i] = factors.key[(first_key + i) % 4][i];
+  return own;
 }

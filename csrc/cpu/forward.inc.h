@@ -34,7 +34,6 @@ class Forward {
     acc_ = arena_.take<T>(tiles * p_.value_dim * kLanes<T>);
     probs_ = arena_.take<T>(kBlockKV * kLanes<T>);
     addend_ = arena_.take<T>(p_.attn_mask.data ? kBlockKV * kLanes<T> : 0);
-    dropout_ = arena_.take<T>(p_.dropout.probability > 0 ? kBlockKV * kLanes<T> : 0);
     key_buffer_ = arena_.take<T>(kBlockKV * round_up_to_vector<T>(p_.head_dim));
     value_buffer_ = arena_.take<T>(kBlockKV * round_up_to_vector<T>(p_.value_dim));
   }
@@ -252,17 +251,15 @@ class Forward {
   }
 
   // Dropout comes after the sum: the kept weights grow, the denominator stays.
-  void drop(int64_t t, CellTile<T>& cells) {
-    pack_dropout(p_, unit_, tile_[t], first_key_, cells.begin(), cells.end(), dropout_);
-    cells.dropout = dropout_;
-    for (int i = 0; i < cells.segments.size; ++i) {
-      const Segment& s = cells.segments.segment[i];
-      for (int64_t k = s.begin; k < s.end; ++k) {
-        for (int v = s.first_vector; v < s.last_vector; ++v) {
-          T* cell = probs_ + k * kLanes<T> + v * kWidth<T>;
-          store(cell, load(cell) * cells.dropout_at(v, k));
-        }
-      }
+  void drop(int64_t t, const CellTile<T>& cells) {
+    const DropoutCells<T> dropout(p_, unit_);
+    for (int v = 0; v < tile_[t].vectors(); ++v) {
+      const KeyRange keys = cells.keys_of(v);
+      T* const column = probs_ + v * kWidth<T>;
+      for_dropout_factors(dropout, tile_[t], v, first_key_, keys.begin, keys.end, [=](int64_t k, Vec<T> factor) {
+        T* cell = column + k * kLanes<T>;
+        store(cell, load(cell) * factor);
+      });
     }
   }
 
@@ -318,7 +315,6 @@ class Forward {
   StagedRows<T> key_{}, value_{};
   T* probs_;                  // [kBlockKV][kLanes]: raw scores, exponents, then P^T
   T* addend_;                 // [kBlockKV][kLanes]: the mask
-  T* dropout_;                // [kBlockKV][kLanes]: factors of dropout
   T* key_buffer_;             // [kBlockKV][head_dim, padded]
   T* value_buffer_;           // [kBlockKV][value_dim, padded]
 };

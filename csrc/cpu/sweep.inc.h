@@ -190,7 +190,13 @@ class Sweep {
       cells.addend = addend_;
     }
     if (p_.dropout.probability > 0) {
-      pack_dropout(p_, unit_, tile_[t], first_key_, cells.begin(), cells.end(), dropout_);
+      const DropoutCells<T> dropout(p_, unit_);
+      for (int v = 0; v < tile_[t].vectors(); ++v) {
+        const KeyRange keys = cells.keys_of(v);
+        T* const column = dropout_ + v * kWidth<T>;
+        for_dropout_factors(dropout, tile_[t], v, first_key_, keys.begin, keys.end,
+                            [=](int64_t k, Vec<T> factor) { store(column + k * kLanes<T>, factor); });
+      }
       cells.dropout = dropout_;
     }
     return cells;
