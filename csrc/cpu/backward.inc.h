@@ -61,6 +61,8 @@ class Backward : public Sweep<T> {
   using Sweep<T>::first_key_;
   using Sweep<T>::count_;
   using Sweep<T>::key_;
+  using Sweep<T>::addend_;
+  using Sweep<T>::dropout_;
   using Sweep<T>::kVectors;
   using Sweep<T>::kBlock;
 
@@ -213,22 +215,32 @@ class Backward : public Sweep<T> {
 
   // probs_ = Z * P and grad_scores_ = dU (dS if before_softcap: what a mask's gradient is made of).
   void probs_and_grad_scores(int64_t t, const CellTile<T>& cells, bool before_softcap = false) {
-    const bool simple = this->simple(cells) && !g_.grad_weights.data && p_.head_dim <= kBlockDepth &&
+    const bool plain = score_.plain() && !g_.grad_weights.data;
+    const bool simple = plain && cells.mask == MaskTile::kNone && !cells.dropout && p_.head_dim <= kBlockDepth &&
                         p_.value_dim <= kBlockDepth;
-    if (!simple && g_.grad_weights.data) this->pack_cells(g_.grad_weights, cells, grad_weights_);
+    if (g_.grad_weights.data) this->pack_cells(g_.grad_weights, cells, grad_weights_);
     for (int i = 0; i < cells.segments.size; ++i) {
       const Segment& s = cells.segments.segment[i];
-      if (!simple) {
-        general_cells(t, s, cells, before_softcap);
+      if (simple) {
+        with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
+          with_flag(s.partial, [&](auto partial) {
+            simple_cells<decltype(vectors)::value, decltype(partial)::value>(t, s, cells);
+          });
+        });
         continue;
       }
-      with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
-        if (s.partial) {
-          simple_cells<decltype(vectors)::value, true>(t, s, cells);
-        } else {
-          simple_cells<decltype(vectors)::value, false>(t, s, cells);
-        }
-      });
+      products(t, s, probs_ + t * kLanes<T>, grad_scores_ + t * kLanes<T>);
+      if (plain) {
+        with_flag(s.partial, [&](auto partial) {
+          with_flag(cells.mask == MaskTile::kMixed, [&](auto masked) {
+            with_flag(cells.dropout != nullptr, [&](auto dropout) {
+              plain_cells<decltype(partial)::value, decltype(masked)::value, decltype(dropout)::value>(t, s, cells);
+            });
+          });
+        });
+      } else {
+        general_cells(t, s, cells, before_softcap);
+      }
     }
   }
 
@@ -292,12 +304,46 @@ class Backward : public Sweep<T> {
     return x;
   }
 
-  // In passes over the tile: every option.
+  // From the products: a plain score, with mask and dropout. The same bits as in registers.
+  template <bool kPartial, bool kMasked, bool kDropout>
+  void plain_cells(int64_t t, const Segment& s, const CellTile<T>& cells) {
+    const int64_t stride = this->stride();
+    const ScoreParams<T> score = score_;
+    for (int v = s.first_vector; v < s.last_vector; ++v) {
+      const int64_t first = v * kWidth<T>, lane = t * kLanes<T> + first;
+      const Vec<T> reference = load(this->reference_ + lane), sum = load(this->sum_ + lane);
+      const Vec<T> factor = load(this->factor_ + lane), delta = load(delta_ + lane);
+      const Mask<T> some = factor != T(0);  // no empty row
+      const T* const __restrict addends = addend_ + first;
+      const T* const __restrict kept = dropout_ + first;
+      T* const __restrict probs = probs_ + lane;
+      T* const __restrict grad_scores = grad_scores_ + lane;
+      for (int64_t k = s.begin; k < s.end; ++k) {
+        Vec<T> x = plain_exponent(score, load(probs + k * stride), reference), grad = load(grad_scores + k * stride);
+        Mask<T> visible = some;
+        if (kPartial) visible &= cells.intervals.visible(v, k);
+        if (kMasked) {
+          const Vec<T> addend = load(addends + k * kLanes<T>);
+          visible &= addend != -kInfinity<T>;
+          x += addend;
+        }
+        Vec<T> prob = share<T>(exp2_or_zero<T>(x), sum, factor);
+        if (kPartial || kMasked) prob = keep<T>(visible, prob);
+        if (kDropout) grad *= load(kept + k * kLanes<T>);
+        grad = prob * (grad - delta);
+        if (kPartial || kMasked) grad = keep<T>(visible, grad);
+        if (kDropout) prob *= load(kept + k * kLanes<T>);
+        store(probs + k * stride, prob);
+        store(grad_scores + k * stride, grad);
+      }
+    }
+  }
+
+  // From the products: every option.
   void general_cells(int64_t t, const Segment& s, const CellTile<T>& cells, bool before_softcap) {
     const int64_t stride = this->stride();
     T* probs = probs_ + t * kLanes<T>;
     T* grad_scores = grad_scores_ + t * kLanes<T>;
-    products(t, s, probs, grad_scores);
     this->for_cells(s, [&](int v, int64_t k) {
       const int64_t place = k * stride + v * kWidth<T>;
       const Vec<T> dot = load(probs + place);

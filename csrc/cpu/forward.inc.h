@@ -120,20 +120,12 @@ class Forward {
   // Steps 1 to 4 in one pass: no score of the tile can move a reference.
   void bounded_probs(int64_t t, const Segment& s, const CellTile<T>& cells, Vec<T>* tile_sum) {
     with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
-      constexpr int kN = decltype(vectors)::value;
-      const auto with_mask = [&](auto masked) {
-        constexpr bool kMasked = decltype(masked)::value;
-        if (s.partial) {
-          bounded_probs<kN, true, kMasked>(t, s, cells, tile_sum);
-        } else {
-          bounded_probs<kN, false, kMasked>(t, s, cells, tile_sum);
-        }
-      };
-      if (cells.mask == MaskTile::kMixed) {
-        with_mask(std::true_type{});
-      } else {
-        with_mask(std::false_type{});
-      }
+      with_flag(s.partial, [&](auto partial) {
+        with_flag(cells.mask == MaskTile::kMixed, [&](auto masked) {
+          bounded_probs<decltype(vectors)::value, decltype(partial)::value, decltype(masked)::value>(t, s, cells,
+                                                                                                     tile_sum);
+        });
+      });
     });
   }
   template <int kN, bool kPartial, bool kMasked>

@@ -54,6 +54,16 @@ ATTENTION_EXT_INLINE void with_constant(int64_t n, F&& f) {
   }
 }
 
+// f(std::true_type) or f(std::false_type).
+template <class F>
+ATTENTION_EXT_INLINE void with_flag(bool flag, F&& f) {
+  if (flag) {
+    f(std::true_type{});
+  } else {
+    f(std::false_type{});
+  }
+}
+
 // sum[i][v] = sum over d of a[i * a_stride + d] * b[d * b_stride + v * width]
 template <class T, int kRows, int kVectors>
 ATTENTION_EXT_INLINE void broadcast_rows(const T* __restrict a, int64_t a_stride, const T* __restrict b,

@@ -188,6 +188,7 @@ class Sweep {
       cells.mask = pack_mask(p_.attn_mask, tile_[t], first_key_, cells.begin(), cells.end(), addend_,
                              cells.largest_addend);
       cells.addend = addend_;
+      if (cells.empty()) return cells;
     }
     if (p_.dropout.probability > 0) {
       const DropoutCells<T> dropout(p_, unit_);
@@ -200,10 +201,6 @@ class Sweep {
       cells.dropout = dropout_;
     }
     return cells;
-  }
-
-  bool simple(const CellTile<T>& cells) const {
-    return score_.plain() && cells.mask == MaskTile::kNone && !cells.dropout;
   }
 
   // P of a cell from its raw product; 0 where hidden, in empty rows and where there is no row.
