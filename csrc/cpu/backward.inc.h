@@ -36,6 +36,7 @@ class Backward : public Sweep<T> {
     query_rows_ = arena_.template take<T>(rows * this->head_padded());
     grad_output_rows_ = arena_.template take<T>(rows * this->value_padded());
     grad_query_ = arena_.template take<T>(rows * p_.head_dim);
+    computed_ = arena_.template take<KeyRange>(p_.attn_mask.data ? rows / kWidth<T> : 0);
     probs_ = arena_.template take<T>(rows * kBlock);
     grad_scores_ = arena_.template take<T>(rows * kBlock);
     grad_weights_ = arena_.template take<T>(g_.grad_weights.data ? kBlock * kLanes<T> : 0);
@@ -192,6 +193,9 @@ class Backward : public Sweep<T> {
     const CellTile<T> cells = this->cells_of(t);
     this->clear_around(cells, t, probs_);
     this->clear_around(cells, t, grad_scores_);
+    for (int v = 0; p_.attn_mask.data && v < kVectors; ++v) {
+      computed_[t * kVectors + v] = cells.empty() ? KeyRange{0, 0} : cells.keys_of(v);
+    }
     if (cells.empty()) return;
     T* grad_query = grad_query_ + t * p_.head_dim * kLanes<T>;
     const T* grad_scores = grad_scores_ + t * kLanes<T>;
@@ -368,12 +372,24 @@ class Backward : public Sweep<T> {
     for_key_blocks(tile_, tiles_, first_key_, count_, [&](int64_t k, auto rows, int64_t begin, int64_t end) {
       constexpr int kRows = decltype(rows)::value;
       const int64_t row = first_key_ + k;
+      const int64_t first = begin;
+      if (p_.attn_mask.data) leave_out_hidden(k, k + kRows, begin, end);
       if (begin == end && !first_sums_) return;
-      add_product<T, kRows>(probs_ + k * stride, stride, grad_output_rows_, value_padded, begin, end, value_padded,
+      add_product<T, kRows>(probs_ + k * stride, stride, grad_output_rows_, value_padded, first, begin, end, value_padded,
                             first_sums_, sums_.value + row * value_padded, value_padded);
-      add_product<T, kRows>(grad_scores_ + k * stride, stride, query_rows_, head_padded, begin, end, head_padded,
+      add_product<T, kRows>(grad_scores_ + k * stride, stride, query_rows_, head_padded, first, begin, end, head_padded,
                             first_sums_, sums_.key + row * head_padded, head_padded);
     });
+  }
+
+  // Narrows rows [begin, end) by vectors at both ends in which no cell of keys [first, last) was computed.
+  void leave_out_hidden(int64_t first, int64_t last, int64_t& begin, int64_t& end) const {
+    const auto hidden = [&](int64_t row) {
+      const KeyRange& keys = computed_[row / kWidth<T>];
+      return keys.end <= first || keys.begin >= last;
+    };
+    while (begin < end && hidden(begin)) begin += kWidth<T>;
+    while (begin < end && hidden(end - 1)) end -= kWidth<T>;
   }
 
   const GradParams& g_;
@@ -393,6 +409,7 @@ class Backward : public Sweep<T> {
 
   // Of the current kv tile.
   StagedRows<T> finite_key_{}, value_{};
+  KeyRange* computed_;    // [tiles][kVectors]: keys of the computed cells, if there is a mask
   T* probs_;              // [kBlock][rows]
   T* grad_scores_;        // [kBlock][rows]
   T* grad_weights_;       // [kBlock][kLanes]: of one lane tile

@@ -206,7 +206,7 @@ class BackwardTangent : public TangentSweep<T> {
     for_key_blocks(tile_, tiles_, first_key_, count_, [&](int64_t k, auto rows, int64_t begin, int64_t end) {
       if (begin == end) return;
       const auto add = [&](const T* cells, const T* lanes, int64_t columns, T* out) {
-        add_product<T, decltype(rows)::value>(cells + k * stride, stride, lanes, columns, begin, end, columns,
+        add_product<T, decltype(rows)::value>(cells + k * stride, stride, lanes, columns, begin, begin, end, columns,
                                               /*is_first=*/false, out + (first_key_ + k) * columns, columns);
       };
       add(probs_tangent_, grad_output_rows_, value, sums_.value);

@@ -27,84 +27,45 @@ struct LaneIntervals {
 // What the mask tensor says about a lane tile and kv tile.
 enum class MaskTile { kNone, kAllHidden, kMixed };
 
-template <class T>
-struct CellTile {
-  const LaneTile<T>& lanes;
-  const int64_t first_key;
-  const Segments<T> segments;
-  const LaneIntervals<T> intervals;
-  MaskTile mask = MaskTile::kNone;
-  const T* addend = nullptr;   // [kBlockKV][kLanes], if mask is kMixed; -infinity hides
-  T largest_addend = T(0);     // in size, of those that do not hide
-  const T* dropout = nullptr;  // [kBlockKV][kLanes], if there is dropout: 0 or 1 / (1 - p)
-
-  CellTile(const LaneTile<T>& tile, int64_t first, int64_t count)
-      : lanes(tile), first_key(first), segments(tile, first, count), intervals(tile, first, count) {}
-
-  bool empty() const { return segments.size == 0 || mask == MaskTile::kAllHidden; }
-  int64_t begin() const { return segments.segment[0].begin; }
-  int64_t end() const { return segments.segment[segments.size - 1].end; }
-  // The keys of vector v's cells.
-  KeyRange keys_of(int v) const {
-    KeyRange keys{0, 0};
-    for (int i = 0; i < segments.size; ++i) {
-      const Segment& s = segments.segment[i];
-      if (v < s.first_vector || v >= s.last_vector) continue;
-      if (keys.begin == keys.end) keys.begin = s.begin;
-      keys.end = s.end;
+// A look at the stored bytes of a bool mask: most tiles of a padding, window or block mask hide all or nothing, and
+// need no packing. Bytes are 0 or 1; anything else is kMixed.
+class BoolScan {
+ public:
+  void add(const char* row, int64_t count) {
+    constexpr int64_t kBytes = sizeof(Bytes);
+    if (count < kBytes) {
+      for (int64_t k = 0; k < count; ++k) add(static_cast<uint8_t>(row[k]) * kOnes - Bytes{});
+      return;
     }
-    return keys;
+    for (int64_t k = 0; k < count; k += kBytes) {
+      Bytes bytes;
+      memcpy(&bytes, row + (k + kBytes <= count ? k : count - kBytes), sizeof(bytes));
+      add(bytes);
+    }
+  }
+  MaskTile found() const {
+    if ((any_[0] | any_[1]) == 0) return MaskTile::kAllHidden;
+    return (all_[0] & all_[1]) == kOnes ? MaskTile::kNone : MaskTile::kMixed;
   }
 
-  ATTENTION_EXT_INLINE Vec<T> addend_at(int v, int64_t key) const {
-    return mask == MaskTile::kMixed ? load(addend + key * kLanes<T> + v * kWidth<T>) : Vec<T>{};
+ private:
+  typedef uint64_t Bytes __attribute__((vector_size(16)));
+  static constexpr uint64_t kOnes = 0x0101010101010101u;
+
+  void add(Bytes bytes) {
+    any_ |= bytes;
+    all_ &= bytes;
   }
-  ATTENTION_EXT_INLINE Vec<T> dropout_at(int v, int64_t key) const {
-    return dropout ? load(dropout + key * kLanes<T> + v * kWidth<T>) : broadcast(T(1));
-  }
-  ATTENTION_EXT_INLINE Vec<T> distance(int v, int64_t key) const {
-    const Vec<T> d = load(lanes.position + v * kWidth<T>) - static_cast<T>(first_key + key);
-    return d < T(0) ? -d : d;
-  }
-  ATTENTION_EXT_INLINE Mask<T> visible(int v, int64_t key) const {
-    Mask<T> m = intervals.visible(v, key);
-    if (mask == MaskTile::kMixed) m &= addend_at(v, key) != -kInfinity<T>;
-    return m;
-  }
-  ATTENTION_EXT_INLINE Vec<T> exponent(const ScoreParams<T>& score, Vec<T> dot, int v, int64_t key,
-                                       Vec<T> reference) const {
-    if (score.plain() && mask != MaskTile::kMixed) return plain_exponent(score, dot, reference);
-    return general_exponent(score, dot, addend_at(v, key), load(lanes.slope + v * kWidth<T>), distance(v, key),
-                            reference);
-  }
-  // One cell, for the rare ones that need care.
-  bool cell_visible(int64_t lane, int64_t key) const {
-    const int64_t j = first_key + key;
-    if (j < lanes.begin[lane] || j >= lanes.end[lane]) return false;
-    return mask == MaskTile::kNone || addend[key * kLanes<T> + lane] != -kInfinity<T>;
-  }
+  Bytes any_ = {}, all_ = ~Bytes{};
 };
-
-// A look at the stored bytes of a bool mask, eight at a time: most tiles of a padding, window or block mask hide
-// all or nothing, and need no packing. Bytes are 0 or 1; anything else, and a broken pattern, is kMixed.
 inline MaskTile scan_bools(const char* const* row, int64_t rows, int64_t count) {
-  uint64_t any = 0, all = ~uint64_t{0};
+  constexpr int64_t kRows = 8;  // between two looks at what was found
+  BoolScan scan;
   for (int64_t i = 0; i < rows; ++i) {
-    int64_t k = 0;
-    for (; k + 8 <= count; k += 8) {
-      uint64_t word;
-      memcpy(&word, row[i] + k, 8);
-      any |= word;
-      all &= word;
-    }
-    for (; k < count; ++k) {
-      const uint64_t word = static_cast<uint8_t>(row[i][k]) * 0x0101010101010101u;
-      any |= word;
-      all &= word;
-    }
+    scan.add(row[i], count);
+    if (i % kRows == kRows - 1 && scan.found() == MaskTile::kMixed) break;
   }
-  if (any == 0) return MaskTile::kAllHidden;
-  return all == 0x0101010101010101u ? MaskTile::kNone : MaskTile::kMixed;
+  return scan.found();
 }
 
 // Fills out[key][lane] with the mask's addends, in powers of two, for the keys [begin, end) of the kv tile at
@@ -153,6 +114,109 @@ inline MaskTile pack_mask(const TensorView& view, const LaneTile<T>& tile, int64
   if (!any(some_shown)) return MaskTile::kAllHidden;
   return any(some_changed) ? MaskTile::kMixed : MaskTile::kNone;
 }
+
+template <class T>
+struct CellTile {
+  const LaneTile<T>& lanes;
+  const int64_t first_key;
+  Segments<T> segments;
+  const LaneIntervals<T> intervals;
+  int64_t begin = 0, end = 0;  // keys that the intervals let some row see
+  MaskTile mask = MaskTile::kNone;
+  bool trimmed = false;        // the segments leave out what the mask hides from all rows of a vector
+  const T* addend = nullptr;   // [kBlockKV][kLanes], if mask is kMixed; -infinity hides
+  T largest_addend = T(0);     // in size, of those that do not hide
+  const T* dropout = nullptr;  // [kBlockKV][kLanes], if there is dropout: 0 or 1 / (1 - p)
+
+  CellTile(const LaneTile<T>& tile, int64_t first, int64_t count)
+      : lanes(tile), first_key(first), segments(tile, first, count), intervals(tile, first, count) {
+    if (segments.size == 0) return;
+    begin = segments.segment[0].begin;
+    end = segments.segment[segments.size - 1].end;
+  }
+
+  bool empty() const { return segments.size == 0 || mask == MaskTile::kAllHidden; }
+
+  // Reads the mask's cells into `memory` [kBlockKV][kLanes].
+  void read_mask(const TensorView& view, T* memory) {
+    addend = memory;
+    mask = pack_mask(view, lanes, first_key, begin, end, memory, largest_addend);
+    if (mask == MaskTile::kMixed) trim();
+  }
+
+  // The keys of vector v's cells.
+  KeyRange keys_of(int v) const {
+    KeyRange keys{0, 0};
+    for (int i = 0; i < segments.size; ++i) {
+      const Segment& s = segments.segment[i];
+      if (v < s.first_vector || v >= s.last_vector) continue;
+      if (keys.begin == keys.end) keys.begin = s.begin;
+      keys.end = s.end;
+    }
+    return keys;
+  }
+
+  ATTENTION_EXT_INLINE Vec<T> addend_at(int v, int64_t key) const {
+    return mask == MaskTile::kMixed ? load(addend + key * kLanes<T> + v * kWidth<T>) : Vec<T>{};
+  }
+  ATTENTION_EXT_INLINE Vec<T> dropout_at(int v, int64_t key) const {
+    return dropout ? load(dropout + key * kLanes<T> + v * kWidth<T>) : broadcast(T(1));
+  }
+  ATTENTION_EXT_INLINE Vec<T> distance(int v, int64_t key) const {
+    const Vec<T> d = load(lanes.position + v * kWidth<T>) - static_cast<T>(first_key + key);
+    return d < T(0) ? -d : d;
+  }
+  ATTENTION_EXT_INLINE Mask<T> visible(int v, int64_t key) const {
+    Mask<T> m = intervals.visible(v, key);
+    if (mask == MaskTile::kMixed) m &= addend_at(v, key) != -kInfinity<T>;
+    return m;
+  }
+  ATTENTION_EXT_INLINE Vec<T> exponent(const ScoreParams<T>& score, Vec<T> dot, int v, int64_t key,
+                                       Vec<T> reference) const {
+    if (score.plain() && mask != MaskTile::kMixed) return plain_exponent(score, dot, reference);
+    return general_exponent(score, dot, addend_at(v, key), load(lanes.slope + v * kWidth<T>), distance(v, key),
+                            reference);
+  }
+  // One cell, for the rare ones that need care.
+  bool cell_visible(int64_t lane, int64_t key) const {
+    const int64_t j = first_key + key;
+    if (j < lanes.begin[lane] || j >= lanes.end[lane]) return false;
+    return mask == MaskTile::kNone || addend[key * kLanes<T> + lane] != -kInfinity<T>;
+  }
+
+ private:
+  // Cuts the segments down to what the mask shows to some row of each vector. Every vector keeps at most one piece
+  // of a segment: a row's sums are those of the whole segment but for zeros, whatever its neighbours see.
+  void trim() {
+    Segments<T> pieces;
+    for (int i = 0; i < segments.size; ++i) {
+      const Segment& s = segments.segment[i];
+      for (int v = s.first_vector; v < s.last_vector; ++v) {
+        const KeyRange keys = shown(v, s);
+        if (keys.begin == keys.end) continue;
+        Segment* last = pieces.size ? &pieces.segment[pieces.size - 1] : nullptr;
+        if (last && last->last_vector == v && last->begin == keys.begin && last->end == keys.end) {
+          last->last_vector = v + 1;
+        } else {
+          pieces.segment[pieces.size++] = {keys.begin, keys.end, v, v + 1, s.partial};
+        }
+      }
+    }
+    trimmed = true;
+    segments = pieces;
+  }
+  // The keys of the segment that the mask shows to some row of vector v, rounded outwards to whole blocks of rows.
+  KeyRange shown(int v, const Segment& s) const {
+    constexpr int64_t kRound = 8;
+    const auto hidden = [&](int64_t k) { return !any(Mask<T>(load(addend + k * kLanes<T> + v * kWidth<T>) != -kInfinity<T>)); };
+    int64_t begin = s.begin, end = s.end;
+    while (begin < end && hidden(begin)) ++begin;
+    if (begin == end) return {end, end};
+    while (hidden(end - 1)) --end;
+    begin -= (begin - s.begin) % kRound;
+    return {begin, clamp_to(begin + (end - begin + kRound - 1) / kRound * kRound, begin, s.end)};
+  }
+};
 
 // Several vectors of words for philox, which go through its rounds together: one alone would wait for its products.
 template <int kN>

@@ -91,9 +91,7 @@ class Forward {
     CellTile<T> cells(tile_[t], first_key_, count_);
     if (cells.empty()) return;
     if (p_.attn_mask.data) {
-      cells.mask = pack_mask(p_.attn_mask, tile_[t], first_key_, cells.begin(), cells.end(), addend_,
-                             cells.largest_addend);
-      cells.addend = addend_;
+      cells.read_mask(p_.attn_mask, addend_);
       if (cells.empty()) return;
     }
     const T bound = query_bound_[t] - cells.largest_addend;
@@ -144,7 +142,8 @@ class Forward {
       constexpr int kRows = decltype(rows)::value;
       Vec<T> dot[kRows][kN];
       broadcast_rows<T, kRows, kN>(key.data + k * key.stride, key.stride, query, kLanes<T>, head_dim, dot);
-      Vec<T> sum[kN] = {};
+      Vec<T> sum[kN];
+      for (int v = 0; v < kN; ++v) sum[v] = total[v];
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
@@ -160,7 +159,7 @@ class Forward {
           sum[v] += x;
         }
       }
-      for (int v = 0; v < kN; ++v) total[v] += sum[v];
+      for (int v = 0; v < kN; ++v) total[v] = sum[v];
     });
   }
 
@@ -223,23 +222,18 @@ class Forward {
     query_bound_[t] = low < high ? low : high;
   }
 
-  // In the same order of sums as bounded_probs.
+  // In the order of sums of bounded_probs: key by key.
   void powers(const Segment& s, Vec<T>* tile_sum) {
-    with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
-      for (int v = s.first_vector; v < s.last_vector; ++v) {
-        for_row_blocks<kBlockRows<decltype(vectors)::value>>(s.begin, s.end, [&](int64_t k, auto rows) {
-          Vec<T> sum = {};
-#pragma GCC unroll 16
-          for (int i = 0; i < decltype(rows)::value; ++i) {
-            T* cell = probs_ + (k + i) * kLanes<T> + v * kWidth<T>;
-            const Vec<T> x = exp2_or_zero<T>(load(cell));
-            store(cell, x);
-            sum += x;
-          }
-          tile_sum[v] += sum;
-        });
+    for (int v = s.first_vector; v < s.last_vector; ++v) {
+      T* const column = probs_ + v * kWidth<T>;
+      Vec<T> sum = tile_sum[v];
+      for (int64_t k = s.begin; k < s.end; ++k) {
+        const Vec<T> x = exp2_or_zero<T>(load(column + k * kLanes<T>));
+        store(column + k * kLanes<T>, x);
+        sum += x;
       }
-    });
+      tile_sum[v] = sum;
+    }
   }
 
   // Dropout comes after the sum: the kept weights grow, the denominator stays.

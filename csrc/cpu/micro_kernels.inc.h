@@ -108,9 +108,9 @@ ATTENTION_EXT_INLINE void broadcast_columns(const T* __restrict a, int64_t a_str
   }
 }
 
-// c[i][column] += sum over r in [first, last) of a[i][r] * b[r][column], for kRows rows i and whole vectors of
-// columns, in strips of about equal width: dV and dK. Blocked summation again, kSumRows rows at a time; the first
-// block of all overwrites what c holds.
+// c[i][column] += sum over r in [begin, end) of a[i][r] * b[r][column], for kRows rows i and whole vectors of
+// columns, in strips of about equal width: dV and dK. Blocked summation again, kSumRows rows at a time, counted from
+// `first` <= begin: rows of zeros may be left out. The first block of all overwrites what c holds.
 constexpr int64_t kSumRows = 128;
 
 template <class T, int kRows, int kVectors>
@@ -126,21 +126,21 @@ __attribute__((noinline)) void add_product(const T* a, int64_t a_stride, const T
   }
 }
 template <class T, int kRows>
-inline void add_product(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t first, int64_t last,
-                        int64_t columns, bool is_first, T* c, int64_t c_stride) {
+inline void add_product(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t first, int64_t begin,
+                        int64_t end, int64_t columns, bool is_first, T* c, int64_t c_stride) {
   constexpr int most = Tuning::kLaneVectors;
   const int64_t vectors = columns / kWidth<T>;
   const int64_t strips = (vectors + most - 1) / most;
   for (int64_t s = 0; s < strips; ++s) {
-    const int64_t left = vectors * s / strips * kWidth<T>, right = vectors * (s + 1) / strips * kWidth<T>;
-    with_constant<most>((right - left) / kWidth<T>, [&](auto width) {
-      int64_t r = first;
+    const int64_t column = vectors * s / strips * kWidth<T>, stop = vectors * (s + 1) / strips * kWidth<T>;
+    with_constant<most>((stop - column) / kWidth<T>, [&](auto width) {
+      int64_t r = begin;
       do {
-        const int64_t depth = last - r < kSumRows ? last - r : kSumRows;
-        add_product<T, kRows, decltype(width)::value>(a + r, a_stride, b + r * b_stride + left, b_stride, depth,
-                                                      is_first && r == first, c + left, c_stride);
-        r += kSumRows;
-      } while (r < last);
+        const int64_t left = kSumRows - (r - first) % kSumRows, depth = end - r < left ? end - r : left;
+        add_product<T, kRows, decltype(width)::value>(a + r, a_stride, b + r * b_stride + column, b_stride, depth,
+                                                      is_first && r == begin, c + column, c_stride);
+        r += depth;
+      } while (r < end);
     });
   }
 }
