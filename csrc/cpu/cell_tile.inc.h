@@ -34,28 +34,29 @@ class BoolScan {
   void add(const char* row, int64_t count) {
     constexpr int64_t kBytes = sizeof(Bytes);
     if (count < kBytes) {
-      for (int64_t k = 0; k < count; ++k) add(static_cast<uint8_t>(row[k]) * kOnes - Bytes{});
+      Bytes zeros = {}, ones = kOnes - Bytes{};
+      memcpy(&zeros, row, count);
+      memcpy(&ones, row, count);
+      any_ |= zeros;
+      all_ &= ones;
       return;
     }
     for (int64_t k = 0; k < count; k += kBytes) {
       Bytes bytes;
       memcpy(&bytes, row + (k + kBytes <= count ? k : count - kBytes), sizeof(bytes));
-      add(bytes);
+      any_ |= bytes;
+      all_ &= bytes;
     }
   }
   MaskTile found() const {
-    if ((any_[0] | any_[1]) == 0) return MaskTile::kAllHidden;
-    return (all_[0] & all_[1]) == kOnes ? MaskTile::kNone : MaskTile::kMixed;
+    if ((any_[0] | any_[1] | any_[2] | any_[3]) == 0) return MaskTile::kAllHidden;
+    return (all_[0] & all_[1] & all_[2] & all_[3]) == kOnes ? MaskTile::kNone : MaskTile::kMixed;
   }
 
  private:
-  typedef uint64_t Bytes __attribute__((vector_size(16)));
+  typedef uint64_t Bytes __attribute__((vector_size(32)));
   static constexpr uint64_t kOnes = 0x0101010101010101u;
 
-  void add(Bytes bytes) {
-    any_ |= bytes;
-    all_ &= bytes;
-  }
   Bytes any_ = {}, all_ = ~Bytes{};
 };
 inline MaskTile scan_bools(const char* const* row, int64_t rows, int64_t count) {
@@ -66,6 +67,16 @@ inline MaskTile scan_bools(const char* const* row, int64_t rows, int64_t count) 
     if (i % kRows == kRows - 1 && scan.found() == MaskTile::kMixed) break;
   }
   return scan.found();
+}
+
+// Towards the L2 cache, the columns that follow these: rows of a mask lie too far apart for the processor to guess.
+inline void fetch_ahead(const Rows& rows) {
+  constexpr int64_t kLine = 64;
+  const int64_t bytes = rows.columns * rows.stride * size_of(rows.dtype);
+  if (rows.stride != 1) return;
+  for (int64_t i = 0; i < rows.count; ++i) {
+    for (int64_t place = bytes; place < 2 * bytes; place += kLine) __builtin_prefetch(rows.row[i] + place, 0, 2);
+  }
 }
 
 // Fills out[key][lane] with the mask's addends, in powers of two, for the keys [begin, end) of the kv tile at
@@ -83,6 +94,7 @@ inline MaskTile pack_mask(const TensorView& view, const LaneTile<T>& tile, int64
     same = same && row[lane] == row[0];
   }
   const Rows rows{row, same ? 1 : lanes, view.column_stride, end - begin, view.dtype};
+  fetch_ahead(rows);
   if (view.dtype == DType::kBool && view.column_stride == 1) {
     const MaskTile found = scan_bools(row, rows.count, rows.columns);
     if (found != MaskTile::kMixed) return found;
@@ -102,17 +114,29 @@ inline MaskTile pack_mask(const TensorView& view, const LaneTile<T>& tile, int64
   Vec<T> largest = {};
   for (int64_t k = 0; k < end - begin; ++k) {
     for (int v = 0; v < vectors; ++v) {
-      const Vec<T> x = draw_together<T>(load(out + k * kLanes<T> + v * w)) * kLog2E<T>;
-      store(out + k * kLanes<T> + v * w, x);
+      const Vec<T> x = load(out + k * kLanes<T> + v * w);
       const Mask<T> shown = x != -kInfinity<T>;
       some_shown |= shown;
       some_changed |= x != T(0);
       largest = maximum(keep<T>(shown, x < T(0) ? -x : x), largest);
     }
   }
-  largest_addend = horizontal_max<T>(largest);
   if (!any(some_shown)) return MaskTile::kAllHidden;
-  return any(some_changed) ? MaskTile::kMixed : MaskTile::kNone;
+  if (!any(some_changed)) return MaskTile::kNone;
+  with_flag(is_drawn(horizontal_max<T>(largest)), [&](auto drawn) {
+    const auto power = [](auto x) {
+      if constexpr (decltype(drawn)::value) x = draw_together<T>(x);
+      return x * kLog2E<T>;
+    };
+    for (int64_t k = 0; k < end - begin; ++k) {
+      for (int v = 0; v < vectors; ++v) {
+        T* cell = out + k * kLanes<T> + v * w;
+        store(cell, power(load(cell)));
+      }
+    }
+    largest_addend = power(horizontal_max<T>(largest));
+  });
+  return MaskTile::kMixed;
 }
 
 template <class T>

@@ -49,11 +49,8 @@ class Forward {
     for (int64_t k = tile_[0].keys().begin / kBlockKV * kBlockKV; k < stop; k += kBlockKV) {
       first_key_ = k;
       count_ = stop - k < kBlockKV ? stop - k : kBlockKV;
-      const char* row[kBlockKV] = {};
-      key_ = stage_keys<T>(p_, unit_, p_.key, p_.key_group, k, count_, p_.head_dim, Stage::kNorm, key_buffer_, row);
-      value_ = stage_keys<T>(p_, unit_, p_.value, p_.value_group, k, count_, p_.value_dim, Stage::kFiniteCopy, value_buffer_,
-                             row);
-      for (int64_t t = 0; t < tiles; ++t) attend(t, row);
+      staged_ = false;
+      for (int64_t t = 0; t < tiles; ++t) attend(t);
     }
     for (int64_t t = 0; t < tiles; ++t) finish(t);
   }
@@ -86,14 +83,25 @@ class Forward {
     memset(acc_ + t * p_.value_dim * kLanes<T>, 0, p_.value_dim * kLanes<T> * sizeof(T));
   }
 
+  // The rows of the current kv tile, when the first lane tile needs them.
+  void stage() {
+    if (staged_) return;
+    staged_ = true;
+    key_ = stage_keys<T>(p_, unit_, p_.key, p_.key_group, first_key_, count_, p_.head_dim, Stage::kNorm, key_buffer_,
+                         value_row_);
+    value_ = stage_keys<T>(p_, unit_, p_.value, p_.value_group, first_key_, count_, p_.value_dim, Stage::kFiniteCopy,
+                           value_buffer_, value_row_);
+  }
+
   // Steps 1 to 5 for one lane tile and the current kv tile.
-  void attend(int64_t t, const char* const* value_row) {
+  void attend(int64_t t) {
     CellTile<T> cells(tile_[t], first_key_, count_);
     if (cells.empty()) return;
     if (p_.attn_mask.data) {
       cells.read_mask(p_.attn_mask, addend_);
       if (cells.empty()) return;
     }
+    stage();
     const T bound = query_bound_[t] - cells.largest_addend;
     const bool bounded = bound > T(0) && query_norm2_[t] * key_.norm2 <= bound * bound;
     Vec<T> tile_sum[kVectors] = {};
@@ -108,7 +116,7 @@ class Forward {
       add_transposed_product<T>(value_, p_.value_dim, cells.segments.segment[s], probs_, kLanes<T>,
                                 acc_ + t * p_.value_dim * kLanes<T>);
     }
-    if (!value_.finite) add_non_finite_values(t, cells, value_row);
+    if (!value_.finite) add_non_finite_values(t, cells);
   }
 
   const T* query_of(int64_t t, const Segment& s) const {
@@ -250,11 +258,11 @@ class Forward {
   }
 
   // NaN and infinity were taken for 0 in step 5; the rows that see such a key get its product now.
-  void add_non_finite_values(int64_t t, const CellTile<T>& cells, const char* const* value_row) {
+  void add_non_finite_values(int64_t t, const CellTile<T>& cells) {
     const int64_t step = p_.value.column_stride * size_of(p_.value.dtype);
     for (int64_t k = 0; k < count_; ++k) {
       for (int64_t c = 0; c < p_.value_dim; ++c) {
-        const T x = load_scalar<T>(value_row[k] + c * step, p_.value.dtype);
+        const T x = load_scalar<T>(value_row_[k] + c * step, p_.value.dtype);
         if (x - x == T(0)) continue;
         T* acc = acc_ + (t * p_.value_dim + c) * kLanes<T>;
         for (int64_t lane = 0; lane < tile_[t].count; ++lane) {
@@ -298,7 +306,9 @@ class Forward {
 
   // Of the current kv tile.
   int64_t first_key_ = 0, count_ = 0;
+  bool staged_ = false;
   StagedRows<T> key_{}, value_{};
+  const char* value_row_[kBlockKV];
   T* probs_;                  // [kBlockKV][kLanes]: raw scores, exponents, then P^T
   T* addend_;                 // [kBlockKV][kLanes]: the mask
   T* key_buffer_;             // [kBlockKV][head_dim, padded]
