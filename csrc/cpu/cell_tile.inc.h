@@ -69,16 +69,6 @@ inline MaskTile scan_bools(const char* const* row, int64_t rows, int64_t count) 
   return scan.found();
 }
 
-// Towards the L2 cache, the columns that follow these: rows of a mask lie too far apart for the processor to guess.
-inline void fetch_ahead(const Rows& rows) {
-  constexpr int64_t kLine = 64;
-  const int64_t bytes = rows.columns * rows.stride * size_of(rows.dtype);
-  if (rows.stride != 1) return;
-  for (int64_t i = 0; i < rows.count; ++i) {
-    for (int64_t place = bytes; place < 2 * bytes; place += kLine) __builtin_prefetch(rows.row[i] + place, 0, 2);
-  }
-}
-
 // Fills out[key][lane] with the mask's addends, in powers of two, for the keys [begin, end) of the kv tile at
 // first_key, and says how large they get. kNone if every addend is 0 there, kAllHidden if every one hides.
 template <class T>
@@ -94,7 +84,6 @@ inline MaskTile pack_mask(const TensorView& view, const LaneTile<T>& tile, int64
     same = same && row[lane] == row[0];
   }
   const Rows rows{row, same ? 1 : lanes, view.column_stride, end - begin, view.dtype};
-  fetch_ahead(rows);
   if (view.dtype == DType::kBool && view.column_stride == 1) {
     const MaskTile found = scan_bools(row, rows.count, rows.columns);
     if (found != MaskTile::kMixed) return found;
