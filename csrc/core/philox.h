@@ -17,7 +17,8 @@ struct PhiloxWords {
 
 // multiply(a, b): the 64-bit product of the low halves of a and the constant b.
 template <class Wide, class Multiply>
-static inline __attribute__((always_inline)) PhiloxWords<Wide> philox(uint64_t seed, Wide c0, Wide c1, Wide c2, Wide c3, Multiply&& multiply) {
+static inline __attribute__((always_inline)) PhiloxWords<Wide> philox(uint64_t seed, Wide c0, Wide c1, Wide c2, Wide c3,
+                                                                      Multiply&& multiply) {
   uint64_t k0 = seed & 0xffffffffu, k1 = seed >> 32;
 #pragma GCC unroll 10
   for (int round = 0; round < 10; ++round) {

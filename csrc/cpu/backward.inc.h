@@ -375,8 +375,8 @@ class Backward : public Sweep<T> {
       const int64_t first = begin;
       if (p_.attn_mask.data) leave_out_hidden(k, k + kRows, begin, end);
       if (begin == end && !first_sums_) return;
-      add_product<T, kRows>(probs_ + k * stride, stride, grad_output_rows_, value_padded, first, begin, end, value_padded,
-                            first_sums_, sums_.value + row * value_padded, value_padded);
+      add_product<T, kRows>(probs_ + k * stride, stride, grad_output_rows_, value_padded, first, begin, end,
+                            value_padded, first_sums_, sums_.value + row * value_padded, value_padded);
       add_product<T, kRows>(grad_scores_ + k * stride, stride, query_rows_, head_padded, first, begin, end, head_padded,
                             first_sums_, sums_.key + row * head_padded, head_padded);
     });
