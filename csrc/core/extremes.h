@@ -9,6 +9,12 @@
 
 namespace attention_ext {
 
+// Whether draw_together changes it.
+template <class T>
+static inline bool is_drawn(T x) {
+  constexpr T q = std::numeric_limits<T>::max() / 4;
+  return x > q || x < -q;
+}
 template <class T, class V>
 static inline V draw_together(V x) {
   constexpr T q = std::numeric_limits<T>::max() / 4;

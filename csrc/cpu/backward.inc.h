@@ -36,6 +36,7 @@ class Backward : public Sweep<T> {
     query_buffer_ = arena_.template take<T>(rows * this->head_padded());
     grad_output_buffer_ = arena_.template take<T>(rows * this->value_padded());
     grad_query_ = arena_.template take<T>(rows * p_.head_dim);
+    computed_ = arena_.template take<KeyRange>(p_.attn_mask.data ? rows / kWidth<T> : 0);
     probs_ = arena_.template take<T>(rows * kBlock);
     grad_scores_ = arena_.template take<T>(rows * kBlock);
     grad_weights_ = arena_.template take<T>(g_.grad_weights.data ? kBlock * kLanes<T> : 0);
@@ -80,6 +81,8 @@ class Backward : public Sweep<T> {
   using Sweep<T>::first_key_;
   using Sweep<T>::count_;
   using Sweep<T>::key_;
+  using Sweep<T>::addend_;
+  using Sweep<T>::dropout_;
   using Sweep<T>::kVectors;
   using Sweep<T>::kBlock;
 
@@ -212,6 +215,9 @@ class Backward : public Sweep<T> {
     const CellTile<T> cells = this->cells_of(t);
     this->clear_around(cells, t, probs_, key_block_ - 1);
     this->clear_around(cells, t, grad_scores_, key_block_ - 1);
+    for (int v = 0; p_.attn_mask.data && v < kVectors; ++v) {
+      computed_[t * kVectors + v] = cells.empty() ? KeyRange{0, 0} : cells.keys_of(v);
+    }
     if (cells.empty()) return;
     T* grad_query = grad_query_ + t * p_.head_dim * kLanes<T>;
     const T* grad_scores = grad_scores_ + t * kLanes<T>;
@@ -234,22 +240,32 @@ class Backward : public Sweep<T> {
 
   // probs_ = Z * P and grad_scores_ = dU (dS if before_softcap: what a mask's gradient is made of).
   void probs_and_grad_scores(int64_t t, const CellTile<T>& cells, bool before_softcap = false) {
-    const bool simple = this->simple(cells) && !g_.grad_weights.data && p_.head_dim <= kBlockDepth &&
+    const bool plain = score_.plain() && !g_.grad_weights.data;
+    const bool simple = plain && cells.mask == MaskTile::kNone && !cells.dropout && p_.head_dim <= kBlockDepth &&
                         p_.value_dim <= kBlockDepth;
-    if (!simple && g_.grad_weights.data) this->pack_cells(g_.grad_weights, cells, grad_weights_);
+    if (g_.grad_weights.data) this->pack_cells(g_.grad_weights, cells, grad_weights_);
     for (int i = 0; i < cells.segments.size; ++i) {
       const Segment& s = cells.segments.segment[i];
-      if (!simple) {
-        general_cells(t, s, cells, before_softcap);
+      if (simple) {
+        with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
+          with_flag(s.partial, [&](auto partial) {
+            simple_cells<decltype(vectors)::value, decltype(partial)::value>(t, s, cells);
+          });
+        });
         continue;
       }
-      with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
-        if (s.partial) {
-          simple_cells<decltype(vectors)::value, true>(t, s, cells);
-        } else {
-          simple_cells<decltype(vectors)::value, false>(t, s, cells);
-        }
-      });
+      products(t, s, probs_ + t * kLanes<T>, grad_scores_ + t * kLanes<T>);
+      if (plain) {
+        with_flag(s.partial, [&](auto partial) {
+          with_flag(cells.mask == MaskTile::kMixed, [&](auto masked) {
+            with_flag(cells.dropout != nullptr, [&](auto dropout) {
+              plain_cells<decltype(partial)::value, decltype(masked)::value, decltype(dropout)::value>(t, s, cells);
+            });
+          });
+        });
+      } else {
+        general_cells(t, s, cells, before_softcap);
+      }
     }
   }
 
@@ -313,12 +329,46 @@ class Backward : public Sweep<T> {
     return x;
   }
 
-  // In passes over the tile: every option.
+  // From the products: a plain score, with mask and dropout. The same bits as in registers.
+  template <bool kPartial, bool kMasked, bool kDropout>
+  void plain_cells(int64_t t, const Segment& s, const CellTile<T>& cells) {
+    const int64_t stride = this->stride();
+    const ScoreParams<T> score = score_;
+    for (int v = s.first_vector; v < s.last_vector; ++v) {
+      const int64_t first = v * kWidth<T>, lane = t * kLanes<T> + first;
+      const Vec<T> reference = load(this->reference_ + lane), sum = load(this->sum_ + lane);
+      const Vec<T> factor = load(this->factor_ + lane), delta = load(delta_ + lane);
+      const Mask<T> some = factor != T(0);  // no empty row
+      const T* const __restrict addends = addend_ + first;
+      const T* const __restrict kept = dropout_ + first;
+      T* const __restrict probs = probs_ + lane;
+      T* const __restrict grad_scores = grad_scores_ + lane;
+      for (int64_t k = s.begin; k < s.end; ++k) {
+        Vec<T> x = plain_exponent(score, load(probs + k * stride), reference), grad = load(grad_scores + k * stride);
+        Mask<T> visible = some;
+        if (kPartial) visible &= cells.intervals.visible(v, k);
+        if (kMasked) {
+          const Vec<T> addend = load(addends + k * kLanes<T>);
+          visible &= addend != -kInfinity<T>;
+          x += addend;
+        }
+        Vec<T> prob = share<T>(exp2_or_zero<T>(x), sum, factor);
+        if (kPartial || kMasked) prob = keep<T>(visible, prob);
+        if (kDropout) grad *= load(kept + k * kLanes<T>);
+        grad = prob * (grad - delta);
+        if (kPartial || kMasked) grad = keep<T>(visible, grad);
+        if (kDropout) prob *= load(kept + k * kLanes<T>);
+        store(probs + k * stride, prob);
+        store(grad_scores + k * stride, grad);
+      }
+    }
+  }
+
+  // From the products: every option.
   void general_cells(int64_t t, const Segment& s, const CellTile<T>& cells, bool before_softcap) {
     const int64_t stride = this->stride();
     T* probs = probs_ + t * kLanes<T>;
     T* grad_scores = grad_scores_ + t * kLanes<T>;
-    products(t, s, probs, grad_scores);
     this->for_cells(s, [&](int v, int64_t k) {
       const int64_t place = k * stride + v * kWidth<T>;
       const Vec<T> dot = load(probs + place);
@@ -345,15 +395,28 @@ class Backward : public Sweep<T> {
   void gradients_of_keys() {
     constexpr int kKeys = kBlockRows<kWidest>;
     for_key_blocks<T, kKeys>(tile_, tiles_, first_key_, count_, [&](int64_t k, auto rows, int64_t begin, int64_t end) {
+      constexpr int kRows = decltype(rows)::value;
+      const int64_t first = begin;
+      if (p_.attn_mask.data) leave_out_hidden(k, k + kRows, begin, end);
       if (begin == end && !first_sums_) return;
       const auto add = [&](const T* cells, const StagedRows<T>& lanes, int64_t columns, const KeySums<T>& sums) {
-        add_product<T, decltype(rows)::value, kWidest>(cells + k * this->stride(), this->stride(), lanes.data,
-                                                       lanes.stride, begin, end, columns, sums.factor, first_sums_,
-                                                       sums.row(first_key_ + k), sums.stride);
+        add_product<T, kRows, kWidest>(cells + k * this->stride(), this->stride(), lanes.data, lanes.stride, first,
+                                       begin, end, columns, sums.factor, first_sums_, sums.row(first_key_ + k),
+                                       sums.stride);
       };
       add(probs_, grad_output_rows_, this->value_padded(), value_sums_);
       add(grad_scores_, query_rows_, this->head_padded(), key_sums_);
     });
+  }
+
+  // Narrows rows [begin, end) by vectors at both ends in which no cell of keys [first, last) was computed.
+  void leave_out_hidden(int64_t first, int64_t last, int64_t& begin, int64_t& end) const {
+    const auto hidden = [&](int64_t row) {
+      const KeyRange& keys = computed_[row / kWidth<T>];
+      return keys.end <= first || keys.begin >= last;
+    };
+    while (begin < end && hidden(begin)) begin += kWidth<T>;
+    while (begin < end && hidden(end - 1)) end -= kWidth<T>;
   }
 
   const GradParams& g_;
@@ -375,6 +438,7 @@ class Backward : public Sweep<T> {
 
   // Of the current kv tile.
   StagedRows<T> finite_key_{}, value_{};
+  KeyRange* computed_;    // [tiles][kVectors]: keys of the computed cells, if there is a mask
   T* probs_;              // [kBlock][rows]
   T* grad_scores_;        // [kBlock][rows]
   T* grad_weights_;       // [kBlock][kLanes]: of one lane tile

@@ -210,8 +210,8 @@ class BackwardTangent : public TangentSweep<T> {
     for_key_blocks(tile_, tiles_, first_key_, count_, [&](int64_t k, auto rows, int64_t begin, int64_t end) {
       if (begin == end) return;
       const auto add = [&](const T* cells, const T* lanes, int64_t columns, const KeySums<T>& sums) {
-        add_product<T, decltype(rows)::value>(cells + k * stride, stride, lanes, columns, begin, end, columns,
-                                              sums.factor, /*is_first=*/false, sums.row(first_key_ + k), sums.stride);
+        add_product<T, decltype(rows)::value>(cells + k * stride, stride, lanes, columns, begin, begin, end,
+                                              columns, sums.factor, /*is_first=*/false, sums.row(first_key_ + k), sums.stride);
       };
       add(probs_tangent_, grad_output_rows_, value, value_sums_);
       add(probs_, grad_output_tangent_rows_, value, value_sums_);

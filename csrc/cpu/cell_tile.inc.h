@@ -37,73 +37,46 @@ struct LaneIntervals {
 // What the mask tensor says about a lane tile and kv tile.
 enum class MaskTile { kNone, kAllHidden, kMixed };
 
-template <class T>
-struct CellTile {
-  const LaneTile<T>& lanes;
-  const int64_t first_key;
-  const Segments<T> segments;
-  const LaneIntervals<T> intervals;
-  MaskTile mask = MaskTile::kNone;
-  const T* addend = nullptr;   // [kBlockKV][kLanes], if mask is kMixed; -infinity hides
-  T largest_addend = T(0);     // in size, of those that do not hide
-  const T* dropout = nullptr;  // [kBlockKV][kLanes], if there is dropout: 0 or 1 / (1 - p)
+// A look at the stored bytes of a bool mask: most tiles of a padding, window or block mask hide all or nothing, and
+// need no packing. Bytes are 0 or 1; anything else is kMixed.
+class BoolScan {
+ public:
+  void add(const char* row, int64_t count) {
+    constexpr int64_t kBytes = sizeof(Bytes);
+    if (count < kBytes) {
+      Bytes zeros = {}, ones = kOnes - Bytes{};
+      memcpy(&zeros, row, count);
+      memcpy(&ones, row, count);
+      any_ |= zeros;
+      all_ &= ones;
+      return;
+    }
+    for (int64_t k = 0; k < count; k += kBytes) {
+      Bytes bytes;
+      memcpy(&bytes, row + (k + kBytes <= count ? k : count - kBytes), sizeof(bytes));
+      any_ |= bytes;
+      all_ &= bytes;
+    }
+  }
+  MaskTile found() const {
+    if ((any_[0] | any_[1] | any_[2] | any_[3]) == 0) return MaskTile::kAllHidden;
+    return (all_[0] & all_[1] & all_[2] & all_[3]) == kOnes ? MaskTile::kNone : MaskTile::kMixed;
+  }
 
-  CellTile(const LaneTile<T>& tile, int64_t first, int64_t count)
-      : lanes(tile), first_key(first), segments(tile, first, count), intervals(tile, first, count) {}
+ private:
+  typedef uint64_t Bytes __attribute__((vector_size(32)));
+  static constexpr uint64_t kOnes = 0x0101010101010101u;
 
-  bool empty() const { return segments.size == 0 || mask == MaskTile::kAllHidden; }
-  int64_t begin() const { return segments.segment[0].begin; }
-  int64_t end() const { return segments.segment[segments.size - 1].end; }
-
-  ATTENTION_EXT_INLINE Vec<T> addend_at(int v, int64_t key) const {
-    return mask == MaskTile::kMixed ? load(addend + key * kLanes<T> + v * kWidth<T>) : Vec<T>{};
-  }
-  ATTENTION_EXT_INLINE Vec<T> dropout_at(int v, int64_t key) const {
-    return dropout ? load(dropout + key * kLanes<T> + v * kWidth<T>) : broadcast(T(1));
-  }
-  ATTENTION_EXT_INLINE Vec<T> distance(int v, int64_t key) const {
-    const Vec<T> d = load(lanes.position + v * kWidth<T>) - static_cast<T>(first_key + key);
-    return d < T(0) ? -d : d;
-  }
-  ATTENTION_EXT_INLINE Mask<T> visible(int v, int64_t key) const {
-    Mask<T> m = intervals.visible(v, key);
-    if (mask == MaskTile::kMixed) m &= addend_at(v, key) != -kInfinity<T>;
-    return m;
-  }
-  ATTENTION_EXT_INLINE Vec<T> exponent(const ScoreParams<T>& score, Vec<T> dot, int v, int64_t key,
-                                       Vec<T> reference) const {
-    if (score.plain() && mask != MaskTile::kMixed) return plain_exponent(score, dot, reference);
-    return general_exponent(score, dot, addend_at(v, key), load(lanes.slope + v * kWidth<T>), distance(v, key),
-                            reference);
-  }
-  // One cell, for the rare ones that need care.
-  bool cell_visible(int64_t lane, int64_t key) const {
-    const int64_t j = first_key + key;
-    if (j < lanes.begin[lane] || j >= lanes.end[lane]) return false;
-    return mask == MaskTile::kNone || addend[key * kLanes<T> + lane] != -kInfinity<T>;
-  }
+  Bytes any_ = {}, all_ = ~Bytes{};
 };
-
-// A look at the stored bytes of a bool mask, eight at a time: most tiles of a padding, window or block mask hide
-// all or nothing, and need no packing. Bytes are 0 or 1; anything else, and a broken pattern, is kMixed.
 inline MaskTile scan_bools(const char* const* row, int64_t rows, int64_t count) {
-  uint64_t any = 0, all = ~uint64_t{0};
+  constexpr int64_t kRows = 8;  // between two looks at what was found
+  BoolScan scan;
   for (int64_t i = 0; i < rows; ++i) {
-    int64_t k = 0;
-    for (; k + 8 <= count; k += 8) {
-      uint64_t word;
-      memcpy(&word, row[i] + k, 8);
-      any |= word;
-      all &= word;
-    }
-    for (; k < count; ++k) {
-      const uint64_t word = static_cast<uint8_t>(row[i][k]) * 0x0101010101010101u;
-      any |= word;
-      all &= word;
-    }
+    scan.add(row[i], count);
+    if (i % kRows == kRows - 1 && scan.found() == MaskTile::kMixed) break;
   }
-  if (any == 0) return MaskTile::kAllHidden;
-  return all == 0x0101010101010101u ? MaskTile::kNone : MaskTile::kMixed;
+  return scan.found();
 }
 
 // Fills out[key][lane] with the mask's addends, in powers of two, for the keys [begin, end) of the kv tile at
@@ -140,76 +113,132 @@ inline MaskTile pack_mask(const TensorView& view, const LaneTile<T>& tile, int64
   Vec<T> largest = {};
   for (int64_t k = 0; k < end - begin; ++k) {
     for (int v = 0; v < vectors; ++v) {
-      const Vec<T> x = draw_together<T>(load(out + k * kLanes<T> + v * w)) * kLog2E<T>;
-      store(out + k * kLanes<T> + v * w, x);
+      const Vec<T> x = load(out + k * kLanes<T> + v * w);
       const Mask<T> shown = x != -kInfinity<T>;
       some_shown |= shown;
       some_changed |= x != T(0);
       largest = maximum(keep<T>(shown, x < T(0) ? -x : x), largest);
     }
   }
-  largest_addend = horizontal_max<T>(largest);
   if (!any(some_shown)) return MaskTile::kAllHidden;
-  return any(some_changed) ? MaskTile::kMixed : MaskTile::kNone;
-}
-
-// Dropout's random words of W cells, given by query, number of batch element and head (low and high word), and
-// block of four keys; a cell keeps its weight, divided by 1 - p, where its word reaches p * 2^32.
-template <class T>
-struct DropoutCells {
-  typedef typename WideVecOf<T>::type Wide;
-  uint64_t seed, first_place, threshold;
-  T kept;
-
-  DropoutCells(const AttentionParams& p, const Unit& u)
-      : seed(static_cast<uint64_t>(p.dropout.seed[u.batch])),
-        first_place(static_cast<uint64_t>(u.batch % p.dropout.batches_per_pattern) * static_cast<uint64_t>(p.num_heads)),
-        threshold(static_cast<uint64_t>(p.dropout.probability * 4294967296.0)),
-        kept(static_cast<T>(p.dropout.probability < 1.0 ? 1.0 / (1.0 - p.dropout.probability) : 0.0)) {}
-
-  PhiloxWords<Wide> words(Wide key_block, Wide query, Wide head) const {
-    const Wide place = head + first_place;
-    return philox<Wide>(seed, key_block & uint64_t{0xffffffff}, query & uint64_t{0xffffffff},
-                        place & uint64_t{0xffffffff}, place >> 32);
-  }
-  Vec<T> factors(Wide word) const {
-    return keep<T>(__builtin_convertvector(word >= threshold, Mask<T>), broadcast(kept));
-  }
-};
-
-// Fills out[key][lane] with dropout's factors for the keys [begin, end) of the kv tile at first_key, a multiple
-// of 4.
-template <class T>
-inline void pack_dropout(const AttentionParams& p, const Unit& u, const LaneTile<T>& tile, int64_t first_key,
-                         int64_t begin, int64_t end, T* __restrict out) {
-  typedef typename WideVecOf<T>::type Wide;
-  const DropoutCells<T> cells(p, u);
-  for (int v = 0; v < tile.vectors(); ++v) {
-    Wide query, head;
-    for (int i = 0; i < kWidth<T>; ++i) {
-      query[i] = static_cast<uint64_t>(tile.queries[v * kWidth<T> + i]);
-      head[i] = static_cast<uint64_t>(tile.heads[v * kWidth<T> + i]);
-    }
-    for (int64_t key = begin / 4 * 4; key < end; key += 4) {
-      const Wide block = static_cast<uint64_t>((first_key + key) / 4) - Wide{};
-      const PhiloxWords<Wide> words = cells.words(block, query, head);
-      for (int i = 0; i < 4 && key + i < end; ++i) {
-        store(out + (key + i) * kLanes<T> + v * kWidth<T>, cells.factors(words.word[i]));
+  if (!any(some_changed)) return MaskTile::kNone;
+  with_flag(is_drawn(horizontal_max<T>(largest)), [&](auto drawn) {
+    const auto power = [](auto x) {
+      if constexpr (decltype(drawn)::value) x = draw_together<T>(x);
+      return x * kLog2E<T>;
+    };
+    for (int64_t k = 0; k < end - begin; ++k) {
+      for (int v = 0; v < vectors; ++v) {
+        T* cell = out + k * kLanes<T> + v * w;
+        store(cell, power(load(cell)));
       }
     }
-  }
+    largest_addend = power(horizontal_max<T>(largest));
+  });
+  return MaskTile::kMixed;
 }
 
-// The same for one row and the W keys from first_key on.
 template <class T>
-inline Vec<T> dropout_of_keys(const AttentionParams& p, const Unit& u, int64_t head, int64_t query, int64_t first_key) {
-  typedef typename WideVecOf<T>::type Wide;
-  const DropoutCells<T> cells(p, u);
-  Wide block;
-  for (int i = 0; i < kWidth<T>; ++i) block[i] = static_cast<uint64_t>((first_key + i) / 4);
-  const PhiloxWords<Wide> words =
-      cells.words(block, static_cast<uint64_t>(query) - Wide{}, static_cast<uint64_t>(head) - Wide{});
-  Wide own;
-  for (int i = 0; i < kWidth<T>; ++i) own[i] = words.word[(first_key + i) % 4][i];
-  return cells.factors(own);
-}
+struct CellTile {
+  const LaneTile<T>& lanes;
+  const int64_t first_key;
+  Segments<T> segments;
+  const LaneIntervals<T> intervals;
+  int64_t begin = 0, end = 0;  // keys that the intervals let some row see
+  MaskTile mask = MaskTile::kNone;
+  bool trimmed = false;        // the segments leave out what the mask hides from all rows of a vector
+  const T* addend = nullptr;   // [kBlockKV][kLanes], if mask is kMixed; -infinity hides
+  T largest_addend = T(0);     // in size, of those that do not hide
+  const T* dropout = nullptr;  // [kBlockKV][kLanes], if there is dropout: 0 or 1 / (1 - p)
+
+  CellTile(const LaneTile<T>& tile, int64_t first, int64_t count)
+      : lanes(tile), first_key(first), segments(tile, first, count), intervals(tile, first, count) {
+    if (segments.size == 0) return;
+    begin = segments.segment[0].begin;
+    end = segments.segment[segments.size - 1].end;
+  }
+
+  bool empty() const { return segments.size == 0 || mask == MaskTile::kAllHidden; }
+
+  // Reads the mask's cells into `memory` [kBlockKV][kLanes].
+  void read_mask(const TensorView& view, T* memory) {
+    addend = memory;
+    mask = pack_mask(view, lanes, first_key, begin, end, memory, largest_addend);
+    if (mask == MaskTile::kMixed) trim();
+  }
+
+  // The keys of vector v's cells.
+  KeyRange keys_of(int v) const {
+    KeyRange keys{0, 0};
+    for (int i = 0; i < segments.size; ++i) {
+      const Segment& s = segments.segment[i];
+      if (v < s.first_vector || v >= s.last_vector) continue;
+      if (keys.begin == keys.end) keys.begin = s.begin;
+      keys.end = s.end;
+    }
+    return keys;
+  }
+
+  ATTENTION_EXT_INLINE Vec<T> addend_at(int v, int64_t key) const {
+    return mask == MaskTile::kMixed ? load(addend + key * kLanes<T> + v * kWidth<T>) : Vec<T>{};
+  }
+  ATTENTION_EXT_INLINE Vec<T> dropout_at(int v, int64_t key) const {
+    return dropout ? load(dropout + key * kLanes<T> + v * kWidth<T>) : broadcast(T(1));
+  }
+  ATTENTION_EXT_INLINE Vec<T> distance(int v, int64_t key) const {
+    const Vec<T> d = load(lanes.position + v * kWidth<T>) - static_cast<T>(first_key + key);
+    return d < T(0) ? -d : d;
+  }
+  ATTENTION_EXT_INLINE Mask<T> visible(int v, int64_t key) const {
+    Mask<T> m = intervals.visible(v, key);
+    if (mask == MaskTile::kMixed) m &= addend_at(v, key) != -kInfinity<T>;
+    return m;
+  }
+  ATTENTION_EXT_INLINE Vec<T> exponent(const ScoreParams<T>& score, Vec<T> dot, int v, int64_t key,
+                                       Vec<T> reference) const {
+    if (score.plain() && mask != MaskTile::kMixed) return plain_exponent(score, dot, reference);
+    return general_exponent(score, dot, addend_at(v, key), load(lanes.slope + v * kWidth<T>), distance(v, key),
+                            reference);
+  }
+  // One cell, for the rare ones that need care.
+  bool cell_visible(int64_t lane, int64_t key) const {
+    const int64_t j = first_key + key;
+    if (j < lanes.begin[lane] || j >= lanes.end[lane]) return false;
+    return mask == MaskTile::kNone || addend[key * kLanes<T> + lane] != -kInfinity<T>;
+  }
+
+ private:
+  // Cuts the segments down to what the mask shows to some row of each vector. Every vector keeps at most one piece
+  // of a segment: a row's sums are those of the whole segment but for zeros, whatever its neighbours see.
+  void trim() {
+    Segments<T> pieces;
+    for (int i = 0; i < segments.size; ++i) {
+      const Segment& s = segments.segment[i];
+      for (int v = s.first_vector; v < s.last_vector; ++v) {
+        const KeyRange keys = shown(v, s);
+        if (keys.begin == keys.end) continue;
+        Segment* last = pieces.size ? &pieces.segment[pieces.size - 1] : nullptr;
+        if (last && last->last_vector == v && last->begin == keys.begin && last->end == keys.end) {
+          last->last_vector = v + 1;
+        } else {
+          pieces.segment[pieces.size++] = {keys.begin, keys.end, v, v + 1, s.partial};
+        }
+      }
+    }
+    trimmed = true;
+    segments = pieces;
+  }
+  // The keys of the segment that the mask shows to some row of vector v, rounded outwards to whole blocks of rows.
+  KeyRange shown(int v, const Segment& s) const {
+    constexpr int64_t kRound = 8;
+    const auto hidden = [&](int64_t k) {
+      return !any(Mask<T>(load(addend + k * kLanes<T> + v * kWidth<T>) != -kInfinity<T>));
+    };
+    int64_t begin = s.begin, end = s.end;
+    while (begin < end && hidden(begin)) ++begin;
+    if (begin == end) return {end, end};
+    while (hidden(end - 1)) --end;
+    begin -= (begin - s.begin) % kRound;
+    return {begin, clamp_to(begin + (end - begin + kRound - 1) / kRound * kRound, begin, s.end)};
+  }
+};

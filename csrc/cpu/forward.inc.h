@@ -34,7 +34,6 @@ class Forward {
     acc_ = arena_.take<T>(tiles * p_.value_dim * kLanes<T>);
     probs_ = arena_.take<T>(kBlockKV * kLanes<T>);
     addend_ = arena_.take<T>(p_.attn_mask.data ? kBlockKV * kLanes<T> : 0);
-    dropout_ = arena_.take<T>(p_.dropout.probability > 0 ? kBlockKV * kLanes<T> : 0);
     key_buffer_ = arena_.take<T>(kBlockKV * round_up_to_vector<T>(p_.head_dim));
     value_buffer_ = arena_.take<T>(kBlockKV * round_up_to_vector<T>(p_.value_dim));
   }
@@ -51,11 +50,8 @@ class Forward {
     for (int64_t k = begin; k < stop; k += kBlockKV) {
       first_key_ = k;
       count_ = stop - k < kBlockKV ? stop - k : kBlockKV;
-      const char* row[kBlockKV];
-      key_ = stage_keys<T>(p_, unit_, p_.key, p_.key_group, k, count_, p_.head_dim, Stage::kNorm, key_buffer_, row);
-      value_ = stage_keys<T>(p_, unit_, p_.value, p_.value_group, k, count_, p_.value_dim, Stage::kFiniteCopy, value_buffer_,
-                             row);
-      for (int64_t t = 0; t < tiles; ++t) attend(t, row);
+      staged_ = false;
+      for (int64_t t = 0; t < tiles; ++t) attend(t);
     }
     for (int64_t t = 0; t < tiles; ++t) finish(t);
   }
@@ -82,16 +78,25 @@ class Forward {
     memset(acc_ + t * p_.value_dim * kLanes<T>, 0, p_.value_dim * kLanes<T> * sizeof(T));
   }
 
+  // The rows of the current kv tile, when the first lane tile needs them.
+  void stage() {
+    if (staged_) return;
+    staged_ = true;
+    key_ = stage_keys<T>(p_, unit_, p_.key, p_.key_group, first_key_, count_, p_.head_dim, Stage::kNorm, key_buffer_,
+                         value_row_);
+    value_ = stage_keys<T>(p_, unit_, p_.value, p_.value_group, first_key_, count_, p_.value_dim, Stage::kFiniteCopy,
+                           value_buffer_, value_row_);
+  }
+
   // Steps 1 to 5 for one lane tile and the current kv tile.
-  void attend(int64_t t, const char* const* value_row) {
+  void attend(int64_t t) {
     CellTile<T> cells(tile_[t], first_key_, count_);
     if (cells.empty()) return;
     if (p_.attn_mask.data) {
-      cells.mask = pack_mask(p_.attn_mask, tile_[t], first_key_, cells.begin(), cells.end(), addend_,
-                             cells.largest_addend);
-      cells.addend = addend_;
+      cells.read_mask(p_.attn_mask, addend_);
       if (cells.empty()) return;
     }
+    stage();
     const T bound = query_bound_[t] - cells.largest_addend;
     const bool bounded = bound > T(0) && query_norm2_[t] * key_.norm2 <= bound * bound;
     Vec<T> tile_sum[kVectors] = {};
@@ -106,7 +111,7 @@ class Forward {
       add_transposed_product<T>(value_, p_.value_dim, cells.segments.segment[s], probs_, kLanes<T>,
                                 acc_ + t * p_.value_dim * kLanes<T>);
     }
-    if (!value_.finite) add_non_finite_values(t, cells, value_row);
+    if (!value_.finite) add_non_finite_values(t, cells);
   }
 
   const T* query_of(int64_t t, const Segment& s) const {
@@ -116,20 +121,12 @@ class Forward {
   // Steps 1 to 4 in one pass: no score of the tile can move a reference.
   void bounded_probs(int64_t t, const Segment& s, const CellTile<T>& cells, Vec<T>* tile_sum) {
     with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
-      constexpr int kN = decltype(vectors)::value;
-      const auto with_mask = [&](auto masked) {
-        constexpr bool kMasked = decltype(masked)::value;
-        if (s.partial) {
-          bounded_probs<kN, true, kMasked>(t, s, cells, tile_sum);
-        } else {
-          bounded_probs<kN, false, kMasked>(t, s, cells, tile_sum);
-        }
-      };
-      if (cells.mask == MaskTile::kMixed) {
-        with_mask(std::true_type{});
-      } else {
-        with_mask(std::false_type{});
-      }
+      with_flag(s.partial, [&](auto partial) {
+        with_flag(cells.mask == MaskTile::kMixed, [&](auto masked) {
+          bounded_probs<decltype(vectors)::value, decltype(partial)::value, decltype(masked)::value>(t, s, cells,
+                                                                                                     tile_sum);
+        });
+      });
     });
   }
   template <int kN, bool kPartial, bool kMasked>
@@ -148,7 +145,8 @@ class Forward {
       constexpr int kRows = decltype(rows)::value;
       Vec<T> dot[kRows][kN];
       broadcast_rows<T, kRows, kN>(key.data + k * key.stride, key.stride, query, kLanes<T>, head_dim, dot);
-      Vec<T> sum[kN] = {};
+      Vec<T> sum[kN];
+      for (int v = 0; v < kN; ++v) sum[v] = total[v];
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
@@ -164,7 +162,7 @@ class Forward {
           sum[v] += x;
         }
       }
-      for (int v = 0; v < kN; ++v) total[v] += sum[v];
+      for (int v = 0; v < kN; ++v) total[v] = sum[v];
     });
   }
 
@@ -227,46 +225,39 @@ class Forward {
     query_bound_[t] = low < high ? low : high;
   }
 
-  // In the same order of sums as bounded_probs.
+  // In the order of sums of bounded_probs: key by key.
   void powers(const Segment& s, Vec<T>* tile_sum) {
-    with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
-      for (int v = s.first_vector; v < s.last_vector; ++v) {
-        for_row_blocks<kBlockRows<decltype(vectors)::value>>(s.begin, s.end, [&](int64_t k, auto rows) {
-          Vec<T> sum = {};
-#pragma GCC unroll 16
-          for (int i = 0; i < decltype(rows)::value; ++i) {
-            T* cell = probs_ + (k + i) * kLanes<T> + v * kWidth<T>;
-            const Vec<T> x = exp2_or_zero<T>(load(cell));
-            store(cell, x);
-            sum += x;
-          }
-          tile_sum[v] += sum;
-        });
+    for (int v = s.first_vector; v < s.last_vector; ++v) {
+      T* const column = probs_ + v * kWidth<T>;
+      Vec<T> sum = tile_sum[v];
+      for (int64_t k = s.begin; k < s.end; ++k) {
+        const Vec<T> x = exp2_or_zero<T>(load(column + k * kLanes<T>));
+        store(column + k * kLanes<T>, x);
+        sum += x;
       }
-    });
+      tile_sum[v] = sum;
+    }
   }
 
   // Dropout comes after the sum: the kept weights grow, the denominator stays.
-  void drop(int64_t t, CellTile<T>& cells) {
-    pack_dropout(p_, unit_, tile_[t], first_key_, cells.begin(), cells.end(), dropout_);
-    cells.dropout = dropout_;
-    for (int i = 0; i < cells.segments.size; ++i) {
-      const Segment& s = cells.segments.segment[i];
-      for (int64_t k = s.begin; k < s.end; ++k) {
-        for (int v = s.first_vector; v < s.last_vector; ++v) {
-          T* cell = probs_ + k * kLanes<T> + v * kWidth<T>;
-          store(cell, load(cell) * cells.dropout_at(v, k));
-        }
-      }
+  void drop(int64_t t, const CellTile<T>& cells) {
+    const DropoutCells<T> dropout(p_, unit_);
+    for (int v = 0; v < tile_[t].vectors(); ++v) {
+      const KeyRange keys = cells.keys_of(v);
+      T* const column = probs_ + v * kWidth<T>;
+      for_dropout_factors(dropout, tile_[t], v, first_key_, keys.begin, keys.end, [=](int64_t k, Vec<T> factor) {
+        T* cell = column + k * kLanes<T>;
+        store(cell, load(cell) * factor);
+      });
     }
   }
 
   // NaN and infinity were taken for 0 in step 5; the rows that see such a key get its product now.
-  void add_non_finite_values(int64_t t, const CellTile<T>& cells, const char* const* value_row) {
+  void add_non_finite_values(int64_t t, const CellTile<T>& cells) {
     const int64_t step = p_.value.column_stride * size_of(p_.value.dtype);
     for (int64_t k = 0; k < count_; ++k) {
       for (int64_t c = 0; c < p_.value_dim; ++c) {
-        const T x = load_scalar<T>(value_row[k] + c * step, p_.value.dtype);
+        const T x = load_scalar<T>(value_row_[k] + c * step, p_.value.dtype);
         if (x - x == T(0)) continue;
         T* acc = acc_ + (t * p_.value_dim + c) * kLanes<T>;
         for (int64_t lane = 0; lane < tile_[t].count; ++lane) {
@@ -310,10 +301,11 @@ class Forward {
 
   // Of the current kv tile.
   int64_t first_key_ = 0, count_ = 0;
+  bool staged_ = false;
   StagedRows<T> key_{}, value_{};
+  const char* value_row_[kBlockKV];
   T* probs_;                  // [kBlockKV][kLanes]: raw scores, exponents, then P^T
   T* addend_;                 // [kBlockKV][kLanes]: the mask
-  T* dropout_;                // [kBlockKV][kLanes]: factors of dropout
   T* key_buffer_;             // [kBlockKV][head_dim, padded]
   T* value_buffer_;           // [kBlockKV][value_dim, padded]
 };

@@ -24,6 +24,7 @@ namespace {
 #include "micro_kernels.inc.h"
 #include "lane_tile.inc.h"
 #include "cell_tile.inc.h"
+#include "dropout.inc.h"
 #include "forward.inc.h"
 #include "few_rows.inc.h"
 #include "sweep.inc.h"

@@ -259,12 +259,13 @@ inline StagedRows<T> stage_keys(const AttentionParams& p, const Unit& u, const T
 }
 
 // The segments of keys [first_key, first_key + count). A row may start and end in here once each, so there
-// are at most 2 * kLaneVectors + 1 of them.
+// are at most 2 * kLaneVectors + 1 of them, and kLaneVectors times as many pieces of them (CellTile::trim).
 template <class T>
 struct Segments {
-  Segment segment[2 * Tuning::kLaneVectors + 2];
+  Segment segment[(2 * Tuning::kLaneVectors + 1) * Tuning::kLaneVectors];
   int size = 0;
 
+  Segments() = default;
   Segments(const LaneTile<T>& tile, int64_t first_key, int64_t count) {
     constexpr int w = kWidth<T>;
     const int live = static_cast<int>((tile.count + w - 1) / w);

@@ -3,7 +3,8 @@
 // Each tile of the gradient has one owner, which goes through the batch elements and heads that share it in
 // order: no atomics, no copy per thread, the same bits however many threads. A task owns one own slice (batch
 // index and head, or unit of heads) of the mask, a stretch of queries (all, if the rows are shared) and a
-// stretch of keys. Base computes dS^T of a lane tile: Backward, or BackwardTangent for its tangent.
+// stretch of keys. Base computes dS^T of a lane tile: Backward, or BackwardTangent for its tangent. Where a lane has
+// a row of the mask to itself, tiles are summed as they come and transposed at the end.
 
 template <class T, template <class> class Base>
 class MaskGradient : public Base<T> {
@@ -17,6 +18,7 @@ class MaskGradient : public Base<T> {
 
   MaskGradient(const MaskGradParams& params, void* memory) : Base<T>(base_params(params), memory), m_(params) {
     const Tasks tasks(m_);
+    by_lanes_ = p_.heads_per_unit == 1 && !m_.shared_rows && !m_.shared_columns;
     slabs_ = m_.shared_heads ? 1 : p_.heads_per_unit;
     rows_ = m_.shared_rows ? 1 : tasks.queries;
     columns_ = m_.shared_columns ? kWidth<T> : round_up_to_vector<T>(kKeys);
@@ -81,9 +83,28 @@ class MaskGradient : public Base<T> {
       this->start_mask_keys();
       for (int64_t t = 0; t < this->tiles_; ++t) {
         const CellTile<T> cells = this->cells_of(t);
-        if (!cells.empty()) add(cells, this->mask_gradient_cells(t, cells));
+        if (cells.empty()) continue;
+        const T* grads = this->mask_gradient_cells(t, cells);
+        if (by_lanes_) {
+          add_lanes(t, cells, grads);
+        } else {
+          add(cells, grads);
+        }
       }
     });
+  }
+
+  // sum_[lane tile][key][lane] += the tile's dS^T.
+  T* lanes_of(int64_t t) const { return sum_ + t * columns_ * kLanes<T>; }
+  void add_lanes(int64_t t, const CellTile<T>& cells, const T* grads) {
+    T* sum = lanes_of(t) + (this->first_key_ - this->key_limit_.begin) * kLanes<T>;
+    const int64_t lanes = cells.lanes.vectors() * kWidth<T>;
+    for (int64_t k = cells.begin; k < cells.end; ++k) {
+      for (int64_t lane = 0; lane < lanes; lane += kWidth<T>) {
+        T* out = sum + k * kLanes<T> + lane;
+        store(out, load(out) + load(grads + k * this->stride() + lane));
+      }
+    }
   }
 
   // sum_[head][query][key] += the tile's dS.
@@ -113,6 +134,20 @@ class MaskGradient : public Base<T> {
     const int64_t rows = m_.shared_rows ? 1 : clamp_to(p_.seqlen_q - first_query_, 0, queries);
     const int64_t columns = m_.shared_columns ? 1 : clamp_to(p_.seqlen_kv - this->key_limit_.begin, 0, kKeys);
     const TensorView& view = m_.grad_mask;
+    if (by_lanes_) {
+      const int64_t step = view.row_stride * size_of(view.dtype);
+      const char* first = address(view, p_, u, u.first_head, first_query_);
+      first += this->key_limit_.begin * view.column_stride * size_of(view.dtype);
+      alignas(64) T ones[kLanes<T>];
+      for (T& one : ones) one = T(1);
+      for (int64_t i = 0; i < rows; i += kLanes<T>) {
+        const char* row[kLanes<T>];
+        for (int64_t lane = 0; lane < kLanes<T>; ++lane) row[lane] = first + (i + lane) * step;
+        unpack_lanes<T>(lanes_of(i / kLanes<T>), kLanes<T>, ones,
+                        {row, clamp_to(rows - i, 0, kLanes<T>), view.column_stride, columns, view.dtype});
+      }
+      return;
+    }
     for (int64_t slab = 0; slab < slabs_; ++slab) {
       const int64_t head = m_.shared_heads ? 0 : u.first_head + slab;
       const char* first = address(view, p_, u, head, m_.shared_rows ? 0 : first_query_);
@@ -128,6 +163,9 @@ class MaskGradient : public Base<T> {
   }
 
   const MaskGradParams& m_;
+  bool by_lanes_;
   int64_t slabs_, rows_, columns_, first_query_ = 0;
-  T* sum_;  // [slabs][rows][columns]: heads of a unit, queries, keys, or 1 where the mask shares them
+  // [slabs][rows][columns]: heads of a unit, queries, keys, or 1 where the mask shares them;
+  // by lanes [rows / kLanes][columns][kLanes].
+  T* sum_;
 };

@@ -54,6 +54,16 @@ ATTENTION_EXT_INLINE void with_constant(int64_t n, F&& f) {
   }
 }
 
+// f(std::true_type) or f(std::false_type).
+template <class F>
+ATTENTION_EXT_INLINE void with_flag(bool flag, F&& f) {
+  if (flag) {
+    f(std::true_type{});
+  } else {
+    f(std::false_type{});
+  }
+}
+
 // sum[i][v] = sum over d of a[i * a_stride + d] * b[d * b_stride + v * width]
 template <class T, int kRows, int kVectors>
 ATTENTION_EXT_INLINE void broadcast_rows(const T* __restrict a, int64_t a_stride, const T* __restrict b,
@@ -98,9 +108,9 @@ ATTENTION_EXT_INLINE void broadcast_columns(const T* __restrict a, int64_t a_str
   }
 }
 
-// c[i][column] += factor * sum over r in [first, last) of a[i][r] * b[r][column], for kRows rows i and whole
-// vectors of columns, in strips of about equal width: dV and dK. Blocked summation again, kSumRows rows at a time;
-// the first block of all overwrites what c holds.
+// c[i][column] += factor * sum over r in [begin, end) of a[i][r] * b[r][column], for kRows rows i and whole vectors
+// of columns, in strips of about equal width: dV and dK. Blocked summation again, kSumRows rows at a time, counted
+// from `first` <= begin: rows of zeros may be left out. The first block of all overwrites what c holds.
 constexpr int64_t kSumRows = 128;
 
 template <class T, int kRows, int kVectors>
@@ -121,20 +131,20 @@ inline int64_t strip_width(int64_t vectors) { return vectors > 0 ? (vectors - 1)
 
 // kWidest: vectors in the widest strip.
 template <class T, int kRows, int kWidest = Tuning::kLaneVectors>
-inline void add_product(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t first, int64_t last,
-                        int64_t columns, T factor, bool is_first, T* c, int64_t c_stride) {
+inline void add_product(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t first, int64_t begin,
+                        int64_t end, int64_t columns, T factor, bool is_first, T* c, int64_t c_stride) {
   const int64_t vectors = columns / kWidth<T>;
   const int64_t strips = strips_of(vectors);
   for (int64_t s = 0; s < strips; ++s) {
-    const int64_t left = vectors * s / strips * kWidth<T>, right = vectors * (s + 1) / strips * kWidth<T>;
-    with_constant<kWidest>((right - left) / kWidth<T>, [&](auto width) {
-      int64_t r = first;
+    const int64_t column = vectors * s / strips * kWidth<T>, stop = vectors * (s + 1) / strips * kWidth<T>;
+    with_constant<kWidest>((stop - column) / kWidth<T>, [&](auto width) {
+      int64_t r = begin;
       do {
-        const int64_t depth = last - r < kSumRows ? last - r : kSumRows;
-        add_product<T, kRows, decltype(width)::value>(a + r, a_stride, b + r * b_stride + left, b_stride, depth,
-                                                      factor, is_first && r == first, c + left, c_stride);
-        r += kSumRows;
-      } while (r < last);
+        const int64_t left = kSumRows - (r - first) % kSumRows, depth = end - r < left ? end - r : left;
+        add_product<T, kRows, decltype(width)::value>(a + r, a_stride, b + r * b_stride + column, b_stride, depth,
+                                                      factor, is_first && r == begin, c + column, c_stride);
+        r += depth;
+      } while (r < end);
     });
   }
 }

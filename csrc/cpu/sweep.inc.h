@@ -177,10 +177,10 @@ class Sweep {
   void pack_cells(const TensorView& view, const CellTile<T>& cells, T* dst) const {
     const char* row[kLanes<T>];
     row_addresses(view, p_, unit_, cells.lanes, row);
-    const int64_t skip = (first_key_ + cells.begin()) * view.column_stride * size_of(view.dtype);
+    const int64_t skip = (first_key_ + cells.begin) * view.column_stride * size_of(view.dtype);
     for (int64_t lane = 0; lane < kLanes<T>; ++lane) row[lane] += skip;
-    pack_lanes<T>({row, cells.lanes.count, view.column_stride, cells.end() - cells.begin(), view.dtype}, kLanes<T>,
-                  kLanes<T>, dst + cells.begin() * kLanes<T>);
+    pack_lanes<T>({row, cells.lanes.count, view.column_stride, cells.end - cells.begin, view.dtype}, kLanes<T>,
+                  kLanes<T>, dst + cells.begin * kLanes<T>);
   }
 
   // Rows for the sums over queries; NaN and infinity are left out and the answer is false. The missing rows of a
@@ -233,19 +233,20 @@ class Sweep {
     CellTile<T> cells(tile_[t], first_key_, count_);
     if (cells.empty()) return cells;
     if (p_.attn_mask.data) {
-      cells.mask = pack_mask(p_.attn_mask, tile_[t], first_key_, cells.begin(), cells.end(), addend_,
-                             cells.largest_addend);
-      cells.addend = addend_;
+      cells.read_mask(p_.attn_mask, addend_);
+      if (cells.empty()) return cells;
     }
     if (p_.dropout.probability > 0) {
-      pack_dropout(p_, unit_, tile_[t], first_key_, cells.begin(), cells.end(), dropout_);
+      const DropoutCells<T> dropout(p_, unit_);
+      for (int v = 0; v < tile_[t].vectors(); ++v) {
+        const KeyRange keys = cells.keys_of(v);
+        T* const column = dropout_ + v * kWidth<T>;
+        for_dropout_factors(dropout, tile_[t], v, first_key_, keys.begin, keys.end,
+                            [=](int64_t k, Vec<T> factor) { store(column + k * kLanes<T>, factor); });
+      }
       cells.dropout = dropout_;
     }
     return cells;
-  }
-
-  bool simple(const CellTile<T>& cells) const {
-    return score_.plain() && cells.mask == MaskTile::kNone && !cells.dropout;
   }
 
   // P of a cell from its raw product; 0 where hidden, in empty rows and where there is no row.
@@ -269,13 +270,16 @@ class Sweep {
     const Segments<T>& s = cells.segments;
     const bool whole = !cells.empty() && s.size == 1 && s.segment[0].end - s.segment[0].begin == count_ &&
                        s.segment[0].last_vector - s.segment[0].first_vector == kVectors;
-    if (whole) return;
+    if (!whole) clear(t, array);
+  }
+  void clear(int64_t t, T* array) const {
     for (int64_t k = 0; k < count_; ++k) memset(array + k * stride() + t * kLanes<T>, 0, kLanes<T> * sizeof(T));
   }
 
   // 0 in the cells that for_key_blocks reads beyond those that a vector's rows see: its blocks of keys begin
-  // and end up to so many keys away. All cells that they see are computed, or none.
+  // and end up to so many keys away. All cells that they see are computed, or none, unless a mask cut the segments.
   void clear_around(const CellTile<T>& cells, int64_t t, T* array, int64_t away = kBlockRows<> - 1) const {
+    if (cells.trimmed) return clear(t, array);
     const LaneTile<T>& lanes = cells.lanes;
     for (int v = 0; v < lanes.vectors(); ++v) {
       const int64_t begin = clamp_to(lanes.begin[v * kWidth<T>] - first_key_, 0, count_);

@@ -19,6 +19,9 @@ inline Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) { return _mm256_
 inline Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) { return _mm256_fmadd_pd(a, b, c); }
 inline bool any(Mask<float> m) { return _mm256_movemask_ps(reinterpret_cast<__m256>(m)) != 0; }
 inline bool any(Mask<double> m) { return _mm256_movemask_pd(reinterpret_cast<__m256d>(m)) != 0; }
+inline WideVec multiply_low_halves(WideVec a, WideVec b) {
+  return reinterpret_cast<WideVec>(_mm256_mul_epu32(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+}
 inline void load_bytes(const uint8_t* p, Mask<float>& m) {
   m = reinterpret_cast<Mask<float>>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }

@@ -24,6 +24,10 @@ inline bool any(Mask<float> m) {
 inline bool any(Mask<double> m) {
   return _mm512_movepi64_mask(reinterpret_cast<__m512i>(m)) != 0;
 }
+inline WideVec multiply_low_halves(WideVec a, WideVec b) {
+  return reinterpret_cast<WideVec>(
+      _mm512_maskz_mul_epu32(0xff, reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+}
 inline void load_bytes(const uint8_t* p, Mask<float>& m) {
   m = reinterpret_cast<Mask<float>>(
       _mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));

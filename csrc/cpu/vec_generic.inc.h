@@ -26,6 +26,11 @@ inline bool any(M m) {
   return r != 0;
 }
 
+inline WideVec multiply_low_halves(WideVec a, WideVec b) {
+  const uint64_t low = 0xffffffff;
+  return (a & low) * (b & low);
+}
+
 inline float bits_to_float(uint32_t bits) {
   float value;
   memcpy(&value, &bits, 4);

@@ -1,6 +1,7 @@
 // Vec<T> and Mask<T> for the width in Tuning, on the compiler's vector extension: + - * / and comparisons are
 // operators, x > y ? a : b selects per lane. Included inside an instruction set's namespace by vec_<set>.h,
-// which adds the few operations that the extension has no word for: fma, any, bytes, bfloat16, float16.
+// which adds the few operations that the extension has no word for: fma, any, bytes, bfloat16, float16, and the
+// product of the low halves of 64-bit integers.
 
 template <class T>
 struct VecTypes {
@@ -16,8 +17,4 @@ using Mask = typename VecTypes<T>::Mask;  // -1 (true) or 0 per lane; also the l
 template <class T>
 constexpr int kWidth = VecTypes<T>::kWidth;
 
-// As many 64-bit integers as Vec<T> has lanes.
-template <class T>
-struct WideVecOf {
-  typedef uint64_t type __attribute__((vector_size(VecTypes<T>::kWidth * 8)));
-};
+typedef uint64_t WideVec __attribute__((vector_size(Tuning::kVectorBytes)));

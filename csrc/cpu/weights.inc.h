@@ -36,10 +36,10 @@ class Weights : public Sweep<T> {
     row_addresses(weights, this->p_, this->unit_, cells.lanes, row);
     for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
       ones[lane] = T(1);
-      row[lane] += (this->first_key_ + cells.begin()) * weights.column_stride * size_of(weights.dtype);
+      row[lane] += (this->first_key_ + cells.begin) * weights.column_stride * size_of(weights.dtype);
     }
-    unpack_lanes<T>(probs_ + cells.begin() * kLanes<T>, kLanes<T>, ones,
-                    {row, cells.lanes.count, weights.column_stride, cells.end() - cells.begin(), weights.dtype});
+    unpack_lanes<T>(probs_ + cells.begin * kLanes<T>, kLanes<T>, ones,
+                    {row, cells.lanes.count, weights.column_stride, cells.end - cells.begin, weights.dtype});
   }
 
   T* probs_;  // [kBlock][kLanes]
