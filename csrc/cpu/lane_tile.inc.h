@@ -312,7 +312,9 @@ inline void product_tile(const StagedRows<T>& rows, const T* lanes, int64_t dept
         Vec<T> sum[kRows][kN];
         broadcast_rows<T, kRows, kN>(rows.data + k * rows.stride + d, rows.stride, lanes + d * kLanes<T>, kLanes<T>,
                                      width, sum);
+#pragma GCC unroll 16
         for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
           for (int v = 0; v < kN; ++v) {
             T* cell = block + i * out_stride + v * kWidth<T>;
             store(cell, d == 0 ? sum[i][v] : load(cell) + sum[i][v]);

@@ -100,7 +100,9 @@ ATTENTION_EXT_INLINE void broadcast_columns(const T* __restrict a, int64_t a_str
       for (int v = 0; v < kVectors; ++v) sum[i][v] = fma(y, x[v], sum[i][v]);
     }
   }
+#pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       T* out = c + i * c_stride + v * kWidth<T>;
       store(out, load(out) + sum[i][v]);
@@ -118,11 +120,20 @@ __attribute__((noinline)) void add_product(const T* a, int64_t a_stride, const T
                                            T factor, bool is_first, T* c, int64_t c_stride) {
   Vec<T> sum[kRows][kVectors];
   broadcast_rows<T, kRows, kVectors>(a, a_stride, b, b_stride, depth, sum);
-  for (int i = 0; i < kRows; ++i) {
-    for (int v = 0; v < kVectors; ++v) {
-      T* out = c + i * c_stride + v * kWidth<T>;
-      store(out, is_first ? sum[i][v] * factor : fma(sum[i][v], broadcast(factor), load(out)));
+  const auto write = [&](auto adds) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        T* out = c + i * c_stride + v * kWidth<T>;
+        store(out, adds ? fma(sum[i][v], broadcast(factor), load(out)) : sum[i][v] * factor);
+      }
     }
+  };
+  if (is_first) {
+    write(std::false_type{});
+  } else {
+    write(std::true_type{});
   }
 }
 // How many strips of columns there are, and vectors in the widest.
