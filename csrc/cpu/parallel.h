@@ -85,7 +85,8 @@ class FlushSubnormals {
 #endif
 };
 
-// body(task, worker) for every task, each worker taking the next one. The body must not throw.
+// body(task, worker) for every task, each worker taking the next ones: one, or a few neighbours where there are
+// many (one at a time, 128 heads of 64 rows took 5 % longer on two Xeon cores, 2026-11). The body must not throw.
 template <class F>
 void run_tasks(int64_t tasks, int64_t workers, const F& body) {
   if (workers <= 1) {
@@ -93,11 +94,15 @@ void run_tasks(int64_t tasks, int64_t workers, const F& body) {
     for (int64_t task = 0; task < tasks; ++task) body(task, 0);
     return;
   }
+  const int64_t grain = std::max<int64_t>(tasks / (16 * workers), 1);
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
     const FlushSubnormals flush;
     for (int64_t worker = begin; worker < end; ++worker) {
-      for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(task, worker);
+      for (int64_t first; (first = next.fetch_add(grain, std::memory_order_relaxed)) < tasks;) {
+        const int64_t stop = std::min(first + grain, tasks);
+        for (int64_t task = first; task < stop; ++task) body(task, worker);
+      }
     }
   });
 }
