@@ -118,11 +118,10 @@ template <class T, template <class> class Kernel>
 struct PartEntry {
   using Params = typename Kernel<T>::Params;
 
-  // One, or an even number up to eight, of two super-blocks or more on average: enough threads for one head, no odd
-  // one left over for a second thread, few sums to add.
+  // One, or an even number up to eight, of kPartRows on average: enough threads for one head, no odd one left over for
+  // a second thread, few sums to add.
   static int64_t parts(const Params& params) {
-    const int64_t rows = Kernel<T>::most_tiles(params) * kLanes<T>;
-    const int64_t pairs = (forward_of(params).rows_per_unit() + rows - 1) / rows / 4;
+    const int64_t pairs = forward_of(params).rows_per_unit() / (2 * kPartRows);
     return pairs < 1 ? 1 : 2 * clamp_to(pairs, 1, 4);
   }
   static int64_t scratch(const Params& params) { return Kernel<T>(params, nullptr).scratch_bytes(); }
@@ -136,6 +135,8 @@ struct PartEntry {
   static constexpr PartKernel<Params> kernel() { return {parts, scratch, run, store}; }
 
  private:
+  static constexpr int64_t kPartRows = 512;
+
   static bool in_place(const Params& params) { return parts(params) == 1 && Kernel<T>::sums_in_place(params); }
   // The lane tile with which a part begins: parts have about the same work.
   static int64_t first_tile(const Params& params, int64_t part) {

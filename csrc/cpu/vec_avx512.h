@@ -10,7 +10,7 @@ namespace attention_ext {
 namespace ATTENTION_EXT_ISA {
 namespace {
 
-using Tuning = TuningOf</*kVectorBytes=*/64, /*kLaneVectors=*/4, /*kBlockKV=*/48, /*kForwardRows=*/256,
+using Tuning = TuningOf</*kVectorBytes=*/64, /*kLaneVectors=*/4, /*kBlockKV=*/48, /*kForwardRows=*/512,
                         /*kBackwardBlockKV=*/48, /*kBackwardRows=*/256, /*kCacheBytes=*/1 << 20,
                         /*kPrefetchBytes=*/64 << 20>;
 #include "vec_types.inc.h"
