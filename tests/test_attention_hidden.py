@@ -94,6 +94,19 @@ def test_nan_reaches_just_the_rows_that_see_it(dtype):
     assert grads[1][1, 2].isnan().any(-1).nonzero().flatten().tolist() == list(range(8))
 
 
+@pytest.mark.parametrize("queries", [1, 16, 17, 70])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"attn_mask": torch.arange(60) % 5 != 0}, {"dropout_p": 0.2}, {"softcap": 5.0}],
+    ids=["plain", "mask", "dropout", "softcap"],
+)
+def test_a_key_of_minus_infinity_leaves_gradients_of_keys_and_values_finite(options, queries):
+    query, key, value = make(queries, 60)
+    key[:, :, 7] = -math.inf  # of weight 0 for positive queries
+    grads = run((query.abs() + 0.1, key, value), **options)[3:]
+    assert all(grad.isfinite().all() for grad in grads)
+
+
 @pytest.mark.parametrize("content", [math.nan, math.inf, 1e30, -1e30])
 def test_what_a_float_mask_holds_in_cells_hidden_by_causality_changes_no_bit(content):
     inputs = make(40, 40)

@@ -147,6 +147,27 @@ def test_packing_changes_no_bit(dtype):
         assert i < 4
 
 
+@pytest.mark.parametrize("window_size", [(-1, 0), (-1, -1)])
+@pytest.mark.parametrize(
+    "lengths", [([4, 100], [500, 40]), ([1024, 2100], [1024, 2100]), ([900, 3000], [900, 1])]
+)
+def test_the_lengths_of_others_change_no_bit_of_a_gradient(lengths, window_size):
+    inputs, where = make(*lengths)
+    inputs[0] = 5.0 * inputs[0]  # large scores show every digit of the sums
+    upstream = torch.randn(sum(lengths[0]), 4, 5, dtype=torch.float64)
+
+    def gradients(queries, keys, *place):
+        parts = inputs[0][:queries], inputs[1][:keys], inputs[2][:keys]
+        leaves = [x.detach().requires_grad_() for x in parts]
+        output = varlen_attn(*leaves, *place, enable_gqa=True, window_size=window_size)
+        grads = torch.autograd.grad(output, leaves, upstream[:queries])
+        return [x[:count] for x, count in zip(grads, (query, key, key), strict=True)]
+
+    query, key = lengths[0][0], lengths[1][0]
+    alone = gradients(query, key, offsets([query]), offsets([key]), query, key)
+    assert_same_bits(gradients(sum(lengths[0]), sum(lengths[1]), *where), alone)
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
 def test_slack_rows_are_not_read(poison):
     lengths = LENGTHS["ragged"]

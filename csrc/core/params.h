@@ -86,7 +86,10 @@ struct AttentionParams {
 
   int64_t units_per_batch() const { return num_heads / heads_per_unit; }
   int64_t num_units() const { return num_batches * units_per_batch(); }
-  int64_t rows_per_unit() const { return heads_per_unit * seqlen_q; }
+  int64_t rows_per_unit() const { return heads_per_unit * seqlen_q; }  // at most, where lengths differ
+  // Units of at most so many rows have a forward of their own. Not packed ones: those differ in length, and a row's
+  // bits must not depend on its neighbours'.
+  bool has_few_rows(int64_t most) const { return rows_per_unit() <= most && !lengths.query_start; }
 };
 
 // The tensors that the inputs have gradients, tangents or directions of.

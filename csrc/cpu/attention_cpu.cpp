@@ -34,8 +34,7 @@ void run_few_rows(const AttentionParams& p, const KernelTable& kernel) {
 void run_forward(const AttentionParams& p, const KernelTable& kernel) {
   const int64_t rows = p.rows_per_unit();
   if (p.num_units() == 0 || rows == 0) return;
-  // Packed sequences differ in length, and a row's bits must not depend on its neighbours' lengths.
-  if (rows <= kernel.few_rows && !p.lengths.query_start) return run_few_rows(p, kernel);
+  if (p.has_few_rows(kernel.few_rows)) return run_few_rows(p, kernel);
   // A super-block shares its key and value tiles; it shrinks until every thread has some, which moves no bit.
   int64_t each = std::min(kernel.forward_rows(p), round_up(rows, kernel.lanes));
   const double work = multiply_adds(p);

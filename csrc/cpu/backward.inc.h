@@ -13,9 +13,9 @@
 //   5. gradients   dS^T = P^T * (V dO^T - delta); then dV, dK by rows of keys over the whole super-block,
 //                  dQ^T[column][lane] += K^T dU^T
 //
-// dK and dV of the unit are accumulated in scratch, one owner, rows in order. A unit with many rows is cut into
-// parts of fixed size, each with accumulators of its own, that are added in order: whoever computes a part,
-// the sums are the same.
+// dK and dV of the unit are summed by one owner, rows in order, in the gradients themselves where they lie well, else
+// in an accumulator. A unit with many rows is cut into parts of equal work, each with an accumulator of its own, that
+// are added in order: whoever computes a part, the sums are the same.
 
 template <class T>
 class Backward : public Sweep<T> {
@@ -59,13 +59,14 @@ class Backward : public Sweep<T> {
   // [first_row, last_row), and writes these rows' results.
   void run(int64_t unit, int64_t first_row, int64_t last_row, T* accumulator) {
     find_unit(p_, unit, unit_);
-    KeyAccumulator<T> sums(p_, accumulator);
-    if (!accumulator) {
-      place(g_.grad_key, g_.grad_key_group, sums.key);
-      place(g_.grad_value, g_.grad_value_group, sums.value);
+    if (accumulator) {
+      const KeyAccumulator<T> sums(p_, accumulator);
+      key_sums_ = sums.key;
+      value_sums_ = sums.value;
+    } else {
+      key_sums_ = place(g_.grad_key, g_.grad_key_group, score_.scale);
+      value_sums_ = place(g_.grad_value, g_.grad_value_group, T(1));
     }
-    key_sums_ = sums.key;
-    value_sums_ = sums.value;
     summed_keys_ = 0;
     this->for_super_blocks(first_row, last_row, [&] { super_block(); });
     clear_sums(accumulator ? p_.seqlen_kv : keys_with_gradient(p_, unit_));
@@ -86,10 +87,9 @@ class Backward : public Sweep<T> {
   using Sweep<T>::kVectors;
   using Sweep<T>::kBlock;
 
-  void place(const TensorView& view, int64_t group, KeySums<T>& sums) const {
+  KeySums<T> place(const TensorView& view, int64_t group, T factor) const {
     const char* first = address(view, p_, unit_, unit_.first_head / group, unit_.key_start);
-    sums.data = reinterpret_cast<T*>(const_cast<char*>(first));
-    sums.stride = view.row_stride;
+    return {reinterpret_cast<T*>(const_cast<char*>(first)), view.row_stride, factor};
   }
 
   void super_block() {
@@ -241,6 +241,8 @@ class Backward : public Sweep<T> {
   // probs_ = Z * P and grad_scores_ = dU (dS if before_softcap: what a mask's gradient is made of).
   void probs_and_grad_scores(int64_t t, const CellTile<T>& cells, bool before_softcap = false) {
     const bool plain = score_.plain() && !g_.grad_weights.data;
+    // In a lane without a row q is 0, and 0 * infinity is not: it must be hidden like a cell outside the interval.
+    const auto is_partial = [&](const Segment& s) { return s.partial || !key_.finite; };
     const bool simple = plain && cells.mask == MaskTile::kNone && !cells.dropout && p_.head_dim <= kBlockDepth &&
                         p_.value_dim <= kBlockDepth;
     if (g_.grad_weights.data) this->pack_cells(g_.grad_weights, cells, grad_weights_);
@@ -248,7 +250,7 @@ class Backward : public Sweep<T> {
       const Segment& s = cells.segments.segment[i];
       if (simple) {
         with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
-          with_flag(s.partial, [&](auto partial) {
+          with_flag(is_partial(s), [&](auto partial) {
             simple_cells<decltype(vectors)::value, decltype(partial)::value>(t, s, cells);
           });
         });
@@ -256,7 +258,7 @@ class Backward : public Sweep<T> {
       }
       products(t, s, probs_ + t * kLanes<T>, grad_scores_ + t * kLanes<T>);
       if (plain) {
-        with_flag(s.partial, [&](auto partial) {
+        with_flag(is_partial(s), [&](auto partial) {
           with_flag(cells.mask == MaskTile::kMixed, [&](auto masked) {
             with_flag(cells.dropout != nullptr, [&](auto dropout) {
               plain_cells<decltype(partial)::value, decltype(masked)::value, decltype(dropout)::value>(t, s, cells);

@@ -1,7 +1,8 @@
 // The cells of one lane tile and one kv tile: which are visible, what is added to their scores, what dropout
 // leaves of them. Everything of a cell that does not come from Q, K, V.
 
-// Lanes' visible intervals relative to a kv tile, as vectors of integers to compare keys with.
+// Lanes' visible intervals relative to a kv tile, as vectors of integers to compare keys with. A lane without a row
+// sees nothing.
 template <class T>
 struct LaneIntervals {
   Mask<T> begin[Tuning::kLaneVectors], end[Tuning::kLaneVectors];
@@ -10,6 +11,7 @@ struct LaneIntervals {
     for (int v = 0; v < tile.vectors(); ++v) {
       within(tile.begin + v * kWidth<T>, first_key, count, begin[v]);
       within(tile.end + v * kWidth<T>, first_key, count, end[v]);
+      if (tile.count < (v + 1) * kWidth<T>) end[v] &= first_lanes<T>(tile.count - v * kWidth<T>);
     }
   }
   ATTENTION_EXT_INLINE Mask<T> visible(int v, int64_t key) const {

@@ -135,22 +135,22 @@ class Pieces {
 template <class Params>
 void run_parts(const Params& params, const AttentionParams& p, const PartKernel<Params>& kernel,
                const KernelTable& table, double work) {
-  const int64_t units = p.num_units(), parts = kernel.parts(params);
+  const int64_t units = p.num_units(), parts = kernel.most_parts(params);
   const int64_t threads = num_workers(units * parts, work);
   // Whole units while there are enough for all threads, the parts of the last ones each on their own.
   const int64_t split = units < 4 * threads && parts > 1 ? units % threads : 0, whole = units - split;
   const int64_t accumulator = round_up(table.accumulator_bytes(p), 64);
   if (whole > 0) {
-    const int64_t bytes = round_up(kernel.scratch(params) + 2 * accumulator, 4096);
+    const int64_t bytes = round_up(kernel.scratch(params) + (parts > 1 ? 2 : 1) * accumulator, 4096);
     const int64_t workers = std::min(threads, whole);
     const Scratch scratch(bytes * workers);
     run_tasks(whole, workers, [&](int64_t unit, int64_t worker) {
       char* sum = scratch.at(worker * bytes);
-      char* next = sum + accumulator;
-      kernel.run(params, unit, parts - 1, sum, next + accumulator);
-      for (int64_t part = parts - 2; part >= 0; --part) {
-        kernel.run(params, unit, part, next, next + accumulator);
-        table.add_accumulator(p, sum, next);
+      char* next = parts > 1 ? sum + accumulator : sum;
+      char* const own = next + accumulator;
+      for (int64_t last = kernel.parts(params, unit) - 1, part = last; part >= 0; --part) {
+        kernel.run(params, unit, part, part == last ? sum : next, own);
+        if (part < last) table.add_accumulator(p, sum, next);
       }
       kernel.store(params, unit, sum);
     });
@@ -161,9 +161,10 @@ void run_parts(const Params& params, const AttentionParams& p, const PartKernel<
   const Scratch scratch(bytes * workers + accumulator * split * parts);
   Pieces pieces(scratch.at(bytes * workers), split * parts, accumulator);
   std::deque<OrderedSum> sums;
-  for (int64_t unit = 0; unit < split; ++unit) sums.emplace_back(parts);
+  for (int64_t unit = 0; unit < split; ++unit) sums.emplace_back(kernel.parts(params, whole + unit));
   run_tasks(split * parts, workers, [&](int64_t task, int64_t worker) {
     const int64_t part = parts - 1 - task % parts, unit = task / parts;
+    if (part >= kernel.parts(params, whole + unit)) return;  // a shorter sequence than the longest
     char* const piece = pieces.take();
     kernel.run(params, whole + unit, part, piece, scratch.at(worker * bytes));
     sums[unit].put(

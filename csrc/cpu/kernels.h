@@ -24,12 +24,13 @@ struct TaskKernel {
   void (*run)(const Params& params, int64_t task, void* scratch);
 };
 
-// Each unit has parts(params) parts, fixed by its sizes. run() overwrites the accumulator (dK and dV of the
+// Each unit has parts(params, unit) parts, at most most_parts(params), fixed by its sizes alone. run() overwrites the accumulator (dK and dV of the
 // unit) with one part's sums; the parts are added in order, the last one first, then stored. The run of a lone part
 // may sum in the gradients themselves; then store() has nothing to do.
 template <class Params>
 struct PartKernel {
-  int64_t (*parts)(const Params& params);
+  int64_t (*most_parts)(const Params& params);
+  int64_t (*parts)(const Params& params, int64_t unit);
   int64_t (*scratch)(const Params& params);
   void (*run)(const Params& params, int64_t unit, int64_t part, void* accumulator, void* scratch);
   void (*store)(const Params& params, int64_t unit, const void* accumulator);

@@ -118,49 +118,58 @@ template <class T, template <class> class Kernel>
 struct PartEntry {
   using Params = typename Kernel<T>::Params;
 
-  // One, or an even number up to eight, of kPartRows on average: enough threads for one head, no odd one left over for
-  // a second thread, few sums to add.
-  static int64_t parts(const Params& params) {
-    const int64_t pairs = forward_of(params).rows_per_unit() / (2 * kPartRows);
-    return pairs < 1 ? 1 : 2 * clamp_to(pairs, 1, 4);
+  static int64_t most_parts(const Params& params) { return parts_of(forward_of(params).rows_per_unit()); }
+  static int64_t parts(const Params& params, int64_t unit) {
+    return parts_of(unit_of(params, unit).rows(forward_of(params)));
   }
   static int64_t scratch(const Params& params) { return Kernel<T>(params, nullptr).scratch_bytes(); }
   static void run(const Params& params, int64_t unit, int64_t part, void* accumulator, void* scratch) {
-    const int64_t first = first_tile(params, part) * kLanes<T>, stop = first_tile(params, part + 1) * kLanes<T>;
+    const Unit u = unit_of(params, unit);
+    const int64_t first = first_tile(params, u, part) * kLanes<T>;
+    const int64_t stop = first_tile(params, u, part + 1) * kLanes<T>;
     Kernel<T>(params, scratch).run(unit, first, stop, in_place(params) ? nullptr : static_cast<T*>(accumulator));
   }
   static void store(const Params& params, int64_t unit, const void* accumulator) {
     if (!in_place(params)) AccumulatorEntry<T>::write(grad_of(params), unit, accumulator);
   }
-  static constexpr PartKernel<Params> kernel() { return {parts, scratch, run, store}; }
+  static constexpr PartKernel<Params> kernel() { return {most_parts, parts, scratch, run, store}; }
 
  private:
   static constexpr int64_t kPartRows = 512;
 
-  static bool in_place(const Params& params) { return parts(params) == 1 && Kernel<T>::sums_in_place(params); }
+  static bool in_place(const Params& params) { return most_parts(params) == 1 && Kernel<T>::sums_in_place(params); }
+  static Unit unit_of(const Params& params, int64_t unit) {
+    Unit u;
+    find_unit(forward_of(params), unit, u);
+    return u;
+  }
+  // One, or an even number up to eight, of kPartRows on average: enough threads for one head, no odd one left over for
+  // a second thread, few sums to add.
+  static int64_t parts_of(int64_t rows) {
+    const int64_t pairs = rows / (2 * kPartRows);
+    return pairs < 1 ? 1 : 2 * clamp_to(pairs, 1, 4);
+  }
   // The lane tile with which a part begins: parts have about the same work.
-  static int64_t first_tile(const Params& params, int64_t part) {
-    const int64_t count = (forward_of(params).rows_per_unit() + kLanes<T> - 1) / kLanes<T>;
-    const int64_t all = parts(params);
+  static int64_t first_tile(const Params& params, const Unit& u, int64_t part) {
+    const int64_t rows = u.rows(forward_of(params)), count = (rows + kLanes<T> - 1) / kLanes<T>, all = parts_of(rows);
     if (part == 0 || part == all) return part == 0 ? 0 : count;
     int64_t total = 0, before = 0, tile = 0;
-    for (int64_t i = 0; i < count; ++i) total += work(params, i);
+    for (int64_t i = 0; i < count; ++i) total += work(params, u, i);
     for (; tile < count; ++tile) {
-      const int64_t own = work(params, tile);
+      const int64_t own = work(params, u, tile);
       if (before + own / 2 >= total * part / all) break;
       before += own;
     }
     return tile;
   }
   // Keys that some row of a lane tile sees.
-  static int64_t work(const Params& params, int64_t tile) {
+  static int64_t work(const Params& params, const Unit& u, int64_t tile) {
     const AttentionParams& p = forward_of(params);
-    const int64_t end = clamp_to((tile + 1) * kLanes<T>, 0, p.rows_per_unit());
-    const int64_t offset = p.visibility.lower_right ? p.seqlen_kv - p.seqlen_q : 0;
+    const int64_t first = tile * kLanes<T>, end = clamp_to(first + kLanes<T>, 0, u.rows(p));
     const auto keys = [&](int64_t row) {
-      return visible_keys(p.visibility, row / p.heads_per_unit + offset, p.seqlen_kv);
+      return visible_keys(p.visibility, row / p.heads_per_unit + u.offset, u.seqlen_kv);
     };
-    return keys(end - 1).end - keys(tile * kLanes<T>).begin;
+    return keys(end - 1).end - keys(first).begin;
   }
 };
 

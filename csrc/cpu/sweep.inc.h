@@ -56,7 +56,7 @@ class Sweep {
     addend_ = arena_.template take<T>(p_.attn_mask.data ? kBlock * kLanes<T> : 0);
     dropout_ = arena_.template take<T>(p_.dropout.probability > 0 ? kBlock * kLanes<T> : 0);
     key_buffer_ = arena_.template take<T>(kBlock * head_padded());
-    cells_ = arena_.template take<T>(p_.rows_per_unit() <= FewRows<T>::kMost ? kBlock * kLanes<T> : 0);
+    cells_ = arena_.template take<T>(p_.has_few_rows(FewRows<T>::kMost) ? kBlock * kLanes<T> : 0);
   }
 
   int64_t most_rows() const { return most_tiles_ * kLanes<T>; }
@@ -79,7 +79,7 @@ class Sweep {
       const int64_t left = (last_row - row + kLanes<T> - 1) / kLanes<T>, blocks = (left + most_tiles_ - 1) / most_tiles_;
       tiles_ = (left + blocks - 1) / blocks;
       for (int64_t t = 0; t < tiles_; ++t) start(t, row + t * kLanes<T>);
-      if (p_.rows_per_unit() <= FewRows<T>::kMost) normalize();
+      if (p_.has_few_rows(FewRows<T>::kMost)) normalize();
       body();
     }
   }

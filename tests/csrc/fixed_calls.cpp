@@ -257,7 +257,7 @@ class Call {
     char* part = scratch(2, bytes);
     char* memory = scratch(0, kernel.scratch(params));
     for (int64_t unit = 0; unit < p_.num_units(); ++unit) {
-      for (int64_t i = 0; i < kernel.parts(params); ++i) {
+      for (int64_t i = 0; i < kernel.parts(params, unit); ++i) {
         kernel.run(params, unit, i, i == 0 ? sum : part, memory);
         if (i > 0) table_.add_accumulator(p_, sum, part);
       }

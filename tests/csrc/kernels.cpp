@@ -135,7 +135,7 @@ struct Problem {
     grad.grad_key_group = grad.grad_value_group = kHeads / kKvHeads;
     for (int64_t unit = 0; unit < params.num_units(); ++unit) {
       Scratch sum(table<T>().accumulator_bytes(params)), part(table<T>().accumulator_bytes(params));
-      for (int64_t i = 0; i < table<T>().backward.parts(grad); ++i) {
+      for (int64_t i = 0; i < table<T>().backward.parts(grad, unit); ++i) {
         Scratch scratch(table<T>().backward.scratch(grad));
         table<T>().backward.run(grad, unit, i, (i == 0 ? sum : part).get(), scratch.get());
         if (i > 0) table<T>().add_accumulator(params, sum.get(), part.get());
