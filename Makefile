@@ -16,6 +16,7 @@ pip    := $(py) -m pip install --disable-pip-version-check
 # One process per core: a test that wants more threads asks for them.
 pytest := OMP_NUM_THREADS=1 $(py) -m pytest -n auto
 cmake  := build/cmake
+cpp    := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp tests/csrc/*.h tests/csrc/*.cpp)
 run    := $(if $(findstring /,$(RUN)),$(RUN),./$(RUN))
 say    := @printf '==> %s\n'
 stop   := sh -c 'printf "make: %s\n" "$$1" >&2; exit 1' stop
@@ -68,10 +69,12 @@ build: $(VENV)/.installed  ## set up and build attention_ext/_C.so; compiles wha
 
 # ---- checks ----------------------------------------------------------------------------------------
 
-lint: $(VENV)/.installed  ## ruff
+lint: $(VENV)/.installed  ## ruff and clang-format
 	$(say) "ruff"
 	@$(py) -m ruff check .
 	@$(py) -m ruff format --check .
+	$(say) "clang-format"
+	@$(VENV)/bin/clang-format --dry-run --Werror $(cpp)
 
 types: $(VENV)/.installed  ## mypy --strict
 	$(say) "mypy"

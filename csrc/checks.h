@@ -1,9 +1,10 @@
 // Every check of an argument, once, below the dispatcher and before anything is allocated.
 //
-// A check looks at shapes and dtypes only (TensorInfo), so that the same code serves real tensors and the fake
-// tensors of torch.compile; what tensors hold (lengths, offsets) is checked where it is read, in pack_params.
-// The text is "[kind] function: expected <rule>, got <values>": the stable ABI can only raise RuntimeError, and
-// attention_ext/errors.py turns the kind into the exception's type.
+// A check looks at shapes and dtypes only (TensorInfo), so that the same code serves real tensors
+// and the fake tensors of torch.compile; what tensors hold (lengths, offsets) is checked where it
+// is read, in pack_params. The text is "[kind] function: expected <rule>, got <values>": the stable
+// ABI can only raise RuntimeError, and attention_ext/errors.py turns the kind into the exception's
+// type.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -25,7 +26,9 @@ struct TensorInfo {
   int64_t dim;
   const int64_t* size;
 
-  int64_t from_end(int64_t i) const { return i <= dim ? size[dim - i] : 1; }  // missing dimensions are 1
+  int64_t from_end(int64_t i) const {
+    return i <= dim ? size[dim - i] : 1;
+  }  // missing dimensions are 1
 };
 
 // For messages: "name (2, 4, 8)", and "torch.float32".
@@ -39,7 +42,8 @@ std::ostream& operator<<(std::ostream& s, const DtypeName& name);
 // Arguments of an attention call that a check looks at.
 struct CallInfo {
   TensorInfo query, key, value;
-  std::optional<TensorInfo> attn_mask = {}, alibi_slopes = {}, sinks = {}, seqused_k = {}, cu_seq_q = {}, cu_seq_k = {};
+  std::optional<TensorInfo> attn_mask = {}, alibi_slopes = {}, sinks = {}, seqused_k = {},
+                            cu_seq_q = {}, cu_seq_k = {};
   bool enable_gqa = false;
   int64_t window_left = -1, window_right = -1;
   double softcap = 0.0, dropout_p = 0.0;
@@ -52,8 +56,8 @@ struct CallInfo {
 // Arguments of attention_with_kv_cache that a check looks at.
 struct CacheCallInfo {
   TensorInfo query, key_cache, value_cache, cache_seqlens;
-  std::optional<TensorInfo> key = {}, value = {}, block_table = {}, cache_batch_idx = {}, rotary_cos = {},
-                            rotary_sin = {}, alibi_slopes = {}, sinks = {};
+  std::optional<TensorInfo> key = {}, value = {}, block_table = {}, cache_batch_idx = {},
+                            rotary_cos = {}, rotary_sin = {}, alibi_slopes = {}, sinks = {};
   int64_t window_left = -1, window_right = -1;
   double softcap = 0.0;
 
@@ -94,6 +98,7 @@ void check_floating(const char* function, const TensorInfo& t);
 void check_integers(const char* function, const TensorInfo& t);
 
 // A gradient or tangent must have the shape and dtype of what it belongs to.
-void check_like(const TensorInfo& tensor, const TensorInfo& of, const char* function = "scaled_dot_product_attention");
+void check_like(const TensorInfo& tensor, const TensorInfo& of,
+                const char* function = "scaled_dot_product_attention");
 
 }  // namespace attention_ext

@@ -7,14 +7,15 @@
 namespace attention_ext {
 namespace {
 
-// Two elements meet where distance + sum of stride * step is less than an element, for steps within the bounds
-// of each dimension. Dimensions from the largest stride to the smallest leave one or two steps each to try,
-// unless the memory is very irregular.
+// Two elements meet where distance + sum of stride * step is less than an element, for steps within
+// the bounds of each dimension. Dimensions from the largest stride to the smallest leave one or two
+// steps each to try, unless the memory is very irregular.
 class Search {
  public:
   explicit Search(int64_t element) : element_(element) {}
 
-  // One more dimension, of steps from low to high; those of one stride count as one. Returns whether it is new.
+  // One more dimension, of steps from low to high; those of one stride count as one. Returns
+  // whether it is new.
   bool add(int64_t stride, int64_t low, int64_t high) {
     for (int64_t i = 0; i < count_; ++i) {
       if (term_[i].stride != stride) continue;
@@ -28,7 +29,8 @@ class Search {
 
   // Moving: steps of 0 everywhere do not count.
   bool run(int64_t distance, bool moving) {
-    std::sort(term_, term_ + count_, [](const Term& a, const Term& b) { return a.stride > b.stride; });
+    std::sort(term_, term_ + count_,
+              [](const Term& a, const Term& b) { return a.stride > b.stride; });
     for (int64_t i = count_; i-- > 0;) {
       const Term& t = term_[i];
       low_[i] = low_[i + 1] + t.low * t.stride;
@@ -65,7 +67,9 @@ class Search {
   int64_t low_[2 * kMaxDims + 1] = {}, high_[2 * kMaxDims + 1] = {};  // sums of the terms from i on
 };
 
-bool is_empty(const StridedMemory& t) { return std::find(t.size, t.size + t.dim, 0) != t.size + t.dim; }
+bool is_empty(const StridedMemory& t) {
+  return std::find(t.size, t.size + t.dim, 0) != t.size + t.dim;
+}
 
 // Bytes from the first to the last.
 int64_t extent(const StridedMemory& t) {
@@ -91,7 +95,8 @@ bool overlaps_itself(const StridedMemory& t) {
   Search search(t.element);
   for (int64_t d = 0; d < t.dim; ++d) {
     // A step forth in one dimension and back in another of the same stride leads to the same place.
-    if (t.size[d] > 1 && !search.add(t.stride[d] * t.element, 1 - t.size[d], t.size[d] - 1)) return true;
+    if (t.size[d] > 1 && !search.add(t.stride[d] * t.element, 1 - t.size[d], t.size[d] - 1))
+      return true;
   }
   return search.run(0, /*moving=*/true);
 }

@@ -1,5 +1,5 @@
-// Whether strided tensors share memory: exactly, since a cache may keep keys and values side by side, with
-// elements of one between those of the other.
+// Whether strided tensors share memory: exactly, since a cache may keep keys and values side by
+// side, with elements of one between those of the other.
 #pragma once
 
 #include <cstdint>

@@ -10,8 +10,8 @@ namespace {
 constexpr const char* kFunction = CacheCallInfo::kFunction;
 
 CacheCallInfo describe(const CacheArguments& a) {
-  CacheCallInfo c{info("query", a.query), info("key_cache", a.key_cache), info("value_cache", a.value_cache),
-                  info("cache_seqlens", a.cache_seqlens)};
+  CacheCallInfo c{info("query", a.query), info("key_cache", a.key_cache),
+                  info("value_cache", a.value_cache), info("cache_seqlens", a.cache_seqlens)};
   c.key = info("key", a.key);
   c.value = info("value", a.value);
   c.block_table = info("block_table", a.block_table);
@@ -29,7 +29,8 @@ CacheCallInfo describe(const CacheArguments& a) {
 // Element (row, column) of a tensor of integers of one or two dimensions.
 class Integers {
  public:
-  explicit Integers(const Tensor& t) : data_(t.const_data_ptr()), dtype_(t.scalar_type()), geometry_(geometry(t)) {}
+  explicit Integers(const Tensor& t)
+      : data_(t.const_data_ptr()), dtype_(t.scalar_type()), geometry_(geometry(t)) {}
   int64_t at(int64_t row, int64_t column = 0) const {
     const int64_t across = geometry_.dim > 1 ? column * geometry_.stride[1] : 0;
     return read_integer(data_, dtype_, row * geometry_.stride[0] + across);
@@ -44,21 +45,24 @@ class Integers {
 // Sequences' lengths after the call and positions of their first queries.
 void read_lengths(CacheCall& c, const CacheArguments& a, const CacheCallInfo& checked) {
   const int64_t length = checked.query.size[2], added = a.key ? length : 0;
-  const int64_t pages = a.block_table ? checked.block_table->size[1] : 1, size = checked.key_cache.size[2];
+  const int64_t pages = a.block_table ? checked.block_table->size[1] : 1,
+                size = checked.key_cache.size[2];
   const int64_t capacity = size > 0 && pages > INT64_MAX / size ? INT64_MAX : pages * size;
   const Integers used(a.cache_seqlens);
   for (int64_t b = 0; b < checked.batch(); ++b) {
     const int64_t n = used.at(b);
     expect(n >= 0, "value", kFunction, "cache_seqlens of at least 0, got ", n, " for sequence ", b);
-    expect(n <= capacity - added, "value", kFunction, "cache_seqlens and new positions within the capacity, ",
-           capacity, ", got ", n, " and ", added, " for sequence ", b);
+    expect(n <= capacity - added, "value", kFunction,
+           "cache_seqlens and new positions within the capacity, ", capacity, ", got ", n, " and ",
+           added, " for sequence ", b);
     c.call.used_keys.push_back(n + added);
     c.start.push_back(n + added - length);
     c.call.params.seqlen_kv = std::max(c.call.params.seqlen_kv, n + added);
   }
   if (!a.rotary_cos || length == 0) return;
   expect(c.call.params.seqlen_kv <= checked.rotary_cos->size[0], "value", kFunction,
-         "rotary tables that reach position ", c.call.params.seqlen_kv - 1, ", got ", *checked.rotary_cos);
+         "rotary tables that reach position ", c.call.params.seqlen_kv - 1, ", got ",
+         *checked.rotary_cos);
 }
 
 // Pages in use; entries of the table beyond them are not read.
@@ -75,13 +79,15 @@ void read_pages(CacheCall& c, const CacheArguments& a, const CacheCallInfo& chec
       const int64_t in_use = (c.call.used_keys[b] + p.size - 1) / p.size;
       for (int64_t i = 0; i < in_use; ++i) {
         page[i] = table.at(b, i);
-        expect(page[i] >= 0 && page[i] < slices, "value", kFunction, "block_table of page indices from 0 to ",
-               slices - 1, ", got ", page[i], " for page ", i, " of sequence ", b);
+        expect(page[i] >= 0 && page[i] < slices, "value", kFunction,
+               "block_table of page indices from 0 to ", slices - 1, ", got ", page[i],
+               " for page ", i, " of sequence ", b);
       }
     } else {
       *page = a.cache_batch_idx ? Integers(*a.cache_batch_idx).at(b) : b;
-      expect(*page >= 0 && *page < slices, "value", kFunction, "cache_batch_idx of rows of the cache, from 0 to ",
-             slices - 1, ", got ", *page, " for sequence ", b);
+      expect(*page >= 0 && *page < slices, "value", kFunction,
+             "cache_batch_idx of rows of the cache, from 0 to ", slices - 1, ", got ", *page,
+             " for sequence ", b);
     }
   }
   p.table = c.pages.data();
@@ -97,7 +103,8 @@ void check_slots(const CacheCall& c, const CacheArguments& a, const CacheCallInf
   const Pages& p = c.call.params.pages;
   for (int64_t b = 0; b < checked.batch(); ++b) {
     for (int64_t j = c.start[b]; j < c.call.used_keys[b];) {
-      const int64_t page = j / p.size, first = page * p.size, stop = std::min(first + p.size, c.call.used_keys[b]);
+      const int64_t page = j / p.size, first = page * p.size,
+                    stop = std::min(first + p.size, c.call.used_keys[b]);
       pieces.push_back({c.pages[b * p.per_batch + page], j - first, stop - first, b});
       j = stop;
     }
@@ -110,12 +117,14 @@ void check_slots(const CacheCall& c, const CacheArguments& a, const CacheCallInf
     expect(x.page != y.page || x.end <= y.begin, "value", kFunction,
            a.block_table ? "block_table that gives each new position a slot of its own, got page "
                          : "cache_batch_idx of distinct rows for new positions, got row ",
-           y.page, " for sequences ", std::min(x.sequence, y.sequence), " and ", std::max(x.sequence, y.sequence));
+           y.page, " for sequences ", std::min(x.sequence, y.sequence), " and ",
+           std::max(x.sequence, y.sequence));
   }
 }
 
 StridedMemory memory_of(const Tensor& t, const TensorInfo& checked) {
-  return {t.const_data_ptr(), static_cast<int64_t>(t.element_size()), checked.dim, checked.size, geometry(t).stride};
+  return {t.const_data_ptr(), static_cast<int64_t>(t.element_size()), checked.dim, checked.size,
+          geometry(t).stride};
 }
 
 // Writing a slot changes nothing else.
@@ -124,12 +133,16 @@ void check_memory(const CacheArguments& a, const CacheCallInfo& checked) {
     StridedMemory memory;
     const char* name;
   };
-  const auto part = [](const Tensor& t, const TensorInfo& i) { return Part{memory_of(t, i), i.name}; };
-  const Part parts[] = {part(a.key_cache, checked.key_cache), part(a.value_cache, checked.value_cache),
-                        part(a.query, checked.query), part(*a.key, *checked.key), part(*a.value, *checked.value)};
+  const auto part = [](const Tensor& t, const TensorInfo& i) {
+    return Part{memory_of(t, i), i.name};
+  };
+  const Part parts[] = {part(a.key_cache, checked.key_cache),
+                        part(a.value_cache, checked.value_cache), part(a.query, checked.query),
+                        part(*a.key, *checked.key), part(*a.value, *checked.value)};
   for (int i = 0; i < 2; ++i) {
     expect(!overlaps_itself(parts[i].memory), "value", kFunction, parts[i].name,
-           " whose elements do not share memory, got one that is expanded or overlaps itself: clone it");
+           " whose elements do not share memory, got one that is expanded or overlaps itself: "
+           "clone it");
     for (int j = i + 1; j < 5; ++j) {
       expect(!overlap(parts[i].memory, parts[j].memory), "value", kFunction, parts[i].name,
              " that does not share memory with ", parts[j].name, ", got two that overlap");

@@ -7,8 +7,10 @@ namespace {
 
 constexpr const char* kRotary = RotaryCallInfo::kFunction;
 
-// Positions as (sequence, L), checked against the tables: their leading dimensions are the first ones of x, or 1.
-std::vector<int64_t> read_positions(const Tensor& t, const TensorInfo& x, int64_t length, int64_t table_rows) {
+// Positions as (sequence, L), checked against the tables: their leading dimensions are the first
+// ones of x, or 1.
+std::vector<int64_t> read_positions(const Tensor& t, const TensorInfo& x, int64_t length,
+                                    int64_t table_rows) {
   const Geometry g = geometry(t);
   const int64_t leading = g.dim - 1;
   int64_t sequences = 1;
@@ -21,7 +23,8 @@ std::vector<int64_t> read_positions(const Tensor& t, const TensorInfo& x, int64_
       rest /= x.size[d];
     }
     for (int64_t i = 0; i < length; ++i) {
-      const int64_t p = read_integer(t.const_data_ptr(), t.scalar_type(), offset + i * g.stride[leading]);
+      const int64_t p =
+          read_integer(t.const_data_ptr(), t.scalar_type(), offset + i * g.stride[leading]);
       expect(p >= 0 && p < table_rows, "value", kRotary, "positions from 0 to ", table_rows - 1,
              ", as the tables reach, got ", p);
       positions[s * length + i] = p;
@@ -71,8 +74,8 @@ TensorView table_view(const Tensor& t) {
 RotaryCall pack_rotary_call(const Tensor& x, const Tensor& cos, const Tensor& sin,
                             const std::optional<Tensor>& positions, bool interleaved, bool inverse,
                             int64_t position_dim) {
-  const RotaryCallInfo checked{info("x", x), info("cos", cos), info("sin", sin), info("positions", positions),
-                               position_dim};
+  const RotaryCallInfo checked{info("x", x), info("cos", cos), info("sin", sin),
+                               info("positions", positions), position_dim};
   check_rotary_call(checked);
   RotaryCall c;
   const TensorInfo& in = checked.x;

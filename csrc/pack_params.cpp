@@ -17,7 +17,8 @@ Geometry geometry(const Tensor& t) {
 }
 
 int64_t read_integer(const void* data, ScalarType dtype, int64_t i) {
-  return dtype == ScalarType::Int ? static_cast<const int32_t*>(data)[i] : static_cast<const int64_t*>(data)[i];
+  return dtype == ScalarType::Int ? static_cast<const int32_t*>(data)[i]
+                                  : static_cast<const int64_t*>(data)[i];
 }
 
 DType storage_type(ScalarType t) {
@@ -48,7 +49,8 @@ struct Places {
   int64_t column, row, head, batch;  // batch: the last batch dimension
 };
 
-TensorView make_view(const Tensor& t, const AttentionParams& p, int64_t heads, const Places& place) {
+TensorView make_view(const Tensor& t, const AttentionParams& p, int64_t heads,
+                     const Places& place) {
   const Geometry g = geometry(t);
   // Stride of the i-th dimension from the end, 0 where it is missing or broadcast to another size.
   const auto stride = [&](int64_t i, int64_t size) {
@@ -69,18 +71,20 @@ TensorView make_view(const Tensor& t, const AttentionParams& p, int64_t heads, c
 }
 
 // A factory of the C shim: 0.3 us against 1.9 us of torch::stable::new_empty.
-Tensor empty_strided(const Tensor& model, int64_t dim, const int64_t* sizes, const int64_t* strides, ScalarType dtype) {
+Tensor empty_strided(const Tensor& model, int64_t dim, const int64_t* sizes, const int64_t* strides,
+                     ScalarType dtype) {
   int32_t device_type = 0, device_index = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(model.get(), &device_type));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(model.get(), &device_index));
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, sizes, strides, static_cast<int32_t>(dtype), device_type,
-                                                         device_index, &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      dim, sizes, strides, static_cast<int32_t>(dtype), device_type, device_index, &handle));
   return Tensor(handle);
 }
 
 // `order`: dimensions, outermost first.
-Tensor empty_in_order(const Tensor& model, int64_t dim, const int64_t* sizes, const int64_t* order, ScalarType dtype) {
+Tensor empty_in_order(const Tensor& model, int64_t dim, const int64_t* sizes, const int64_t* order,
+                      ScalarType dtype) {
   int64_t strides[kMaxDims], next = 1;
   for (int64_t i = dim - 1; i >= 0; --i) {
     strides[order[i]] = next;
@@ -107,10 +111,12 @@ TensorView view_of(const Tensor& t, const Call& call, int64_t heads) {
   return make_view(t, call.params, heads, call.packed ? Places{1, 3, 2, 0} : Places{1, 2, 3, 4});
 }
 TensorView row_view_of(const Tensor& t, const Call& call) {
-  return make_view(t, call.params, call.params.num_heads, call.packed ? Places{0, 2, 1, 0} : Places{0, 1, 2, 3});
+  return make_view(t, call.params, call.params.num_heads,
+                   call.packed ? Places{0, 2, 1, 0} : Places{0, 1, 2, 3});
 }
 TensorView head_view_of(const Tensor& t, const Call& call) {
-  return make_view(t, call.params, call.params.num_heads, call.packed ? Places{0, 0, 1, 0} : Places{0, 0, 1, 2});
+  return make_view(t, call.params, call.params.num_heads,
+                   call.packed ? Places{0, 0, 1, 0} : Places{0, 0, 1, 2});
 }
 
 int64_t Call::output_shape(int64_t last, int64_t* sizes) const {
@@ -129,7 +135,8 @@ int64_t Call::output_shape(int64_t last, int64_t* sizes) const {
 
 namespace {
 
-CallInfo describe(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& o) {
+CallInfo describe(const Tensor& query, const Tensor& key, const Tensor& value,
+                  const AttentionOptions& o) {
   CallInfo call{info("query", query), info("key", key), info("value", value)};
   call.attn_mask = info("attn_mask", o.attn_mask);
   call.alibi_slopes = info("alibi_slopes", o.alibi_slopes);
@@ -161,18 +168,21 @@ std::vector<int64_t> read_per_batch(const Tensor& t, const AttentionParams& p) {
 }
 
 // The offsets of packed sequences; the rows beyond the last one are slack.
-std::vector<int64_t> read_offsets(const Tensor& t, const char* name, int64_t total, const char* most_name, int64_t most) {
+std::vector<int64_t> read_offsets(const Tensor& t, const char* name, int64_t total,
+                                  const char* most_name, int64_t most) {
   const Geometry g = geometry(t);
   std::vector<int64_t> offsets(g.size[0]);
   for (int64_t i = 0; i < g.size[0]; ++i) {
     offsets[i] = read_integer(t.const_data_ptr(), t.scalar_type(), i * g.stride[0]);
     const int64_t previous = i ? offsets[i - 1] : 0;
     expect(i ? offsets[i] >= previous : offsets[i] == 0, "value", "varlen_attn", name,
-           " that starts with 0 and does not decrease, got ", offsets[i], " after ", previous, " at index ", i);
-    expect(offsets[i] <= total, "value", "varlen_attn", name, " of at most ", total, ", the total length, got ",
-           offsets[i], " at index ", i);
-    expect(offsets[i] - previous <= most, "value", "varlen_attn", most_name, " of at least the longest sequence, got ",
-           most, " with a sequence of ", offsets[i] - previous);
+           " that starts with 0 and does not decrease, got ", offsets[i], " after ", previous,
+           " at index ", i);
+    expect(offsets[i] <= total, "value", "varlen_attn", name, " of at most ", total,
+           ", the total length, got ", offsets[i], " at index ", i);
+    expect(offsets[i] - previous <= most, "value", "varlen_attn", most_name,
+           " of at least the longest sequence, got ", most, " with a sequence of ",
+           offsets[i] - previous);
   }
   return offsets;
 }
@@ -192,8 +202,9 @@ void pack_lengths(Call& call, const AttentionOptions& o) {
     for (int64_t b = 0; b < p.num_batches; ++b) {
       const int64_t most = call.packed ? call.key_start[b + 1] - call.key_start[b] : p.seqlen_kv;
       expect(call.used_keys[b] >= 0 && call.used_keys[b] <= most, "value",
-             call.packed ? "varlen_attn" : "scaled_dot_product_attention", "seqused_k from 0 to the key length ", most,
-             ", got ", call.used_keys[b], " for batch element ", b);
+             call.packed ? "varlen_attn" : "scaled_dot_product_attention",
+             "seqused_k from 0 to the key length ", most, ", got ", call.used_keys[b],
+             " for batch element ", b);
     }
     p.lengths.used_keys = call.used_keys.data();
   }
@@ -203,17 +214,19 @@ void pack_dropout(Call& call, const AttentionOptions& o) {
   AttentionParams& p = call.params;
   p.dropout.probability = o.dropout_p;
   if (o.dropout_p == 0.0) return;
-  expect(o.seed && o.seed->scalar_type() == ScalarType::Long, "type", "scaled_dot_product_attention",
-         "a seed of torch.int64 with dropout_p > 0");
+  expect(o.seed && o.seed->scalar_type() == ScalarType::Long, "type",
+         "scaled_dot_product_attention", "a seed of torch.int64 with dropout_p > 0");
   call.seeds = read_per_batch(*o.seed, p);
   p.dropout.seed = call.seeds.data();
   p.dropout.batches_per_pattern = 1;
-  for (int64_t d = o.shared_batch_dims; d < p.batch_dims; ++d) p.dropout.batches_per_pattern *= p.batch_size[d];
+  for (int64_t d = o.shared_batch_dims; d < p.batch_dims; ++d)
+    p.dropout.batches_per_pattern *= p.batch_size[d];
 }
 
 }  // namespace
 
-Call pack_call(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options) {
+Call pack_call(const Tensor& query, const Tensor& key, const Tensor& value,
+               const AttentionOptions& options) {
   const CallInfo checked = describe(query, key, value, options);
   check_call(checked);
 
@@ -223,7 +236,9 @@ Call pack_call(const Tensor& query, const Tensor& key, const Tensor& value, cons
   const int64_t head_place = call.packed ? 2 : 3, row_place = call.packed ? 3 : 2;
   const int64_t heads[] = {checked.query.from_end(head_place), checked.key.from_end(head_place),
                            checked.value.from_end(head_place)};
-  const auto broadcast = [](int64_t a, int64_t b, int64_t c) { return a != 1 ? a : b != 1 ? b : c; };
+  const auto broadcast = [](int64_t a, int64_t b, int64_t c) {
+    return a != 1 ? a : b != 1 ? b : c;
+  };
   p.num_heads = options.enable_gqa ? heads[0] : broadcast(heads[0], heads[1], heads[2]);
   p.key_group = p.num_heads / std::max<int64_t>(heads[1], 1);
   p.value_group = p.num_heads / std::max<int64_t>(heads[2], 1);
@@ -237,7 +252,8 @@ Call pack_call(const Tensor& query, const Tensor& key, const Tensor& value, cons
     p.batch_dims = std::max<int64_t>(rank - 3, 0);
     for (int64_t d = 0; d < p.batch_dims; ++d) {
       const int64_t i = 3 + p.batch_dims - d;
-      p.batch_size[d] = broadcast(checked.query.from_end(i), checked.key.from_end(i), checked.value.from_end(i));
+      p.batch_size[d] =
+          broadcast(checked.query.from_end(i), checked.key.from_end(i), checked.value.from_end(i));
       p.num_batches *= p.batch_size[d];
     }
   }
@@ -262,7 +278,8 @@ Call pack_call(const Tensor& query, const Tensor& key, const Tensor& value, cons
   return call;
 }
 
-Tensor empty_laid_out_like(const Tensor& model, int64_t dim, const int64_t* sizes, ScalarType dtype) {
+Tensor empty_laid_out_like(const Tensor& model, int64_t dim, const int64_t* sizes,
+                           ScalarType dtype) {
   const Geometry g = geometry(model);
   int64_t order[kMaxDims];  // dimensions, outermost first
   std::iota(order, order + dim, 0);

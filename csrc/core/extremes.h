@@ -1,8 +1,9 @@
 // Mask values near the largest finite number, kept in range.
 //
-// Scores are computed in powers of two: a mask value times log2(e) must not overflow, or finfo.min would hide a
-// key. Beyond a quarter of the range values are drawn together, x -> sign(x) * (q + (|x| - q) / 4), which keeps
-// their order and equality and leaves everything else alone; lse is drawn apart again at the end.
+// Scores are computed in powers of two: a mask value times log2(e) must not overflow, or finfo.min
+// would hide a key. Beyond a quarter of the range values are drawn together, x -> sign(x) * (q +
+// (|x| - q) / 4), which keeps their order and equality and leaves everything else alone; lse is
+// drawn apart again at the end.
 #pragma once
 
 #include <limits>

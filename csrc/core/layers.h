@@ -1,4 +1,5 @@
-// What the kernels beside attention are told: rotary embedding, RMSNorm and SwiGLU. Plain structs, no torch.
+// What the kernels beside attention are told: rotary embedding, RMSNorm and SwiGLU. Plain structs,
+// no torch.
 #pragma once
 
 #include "params.h"
@@ -7,13 +8,13 @@ namespace attention_ext {
 
 constexpr int kMaxRowDims = 8;
 
-// All rows of a tensor of any strides: every dimension but the last, neighbours in memory taken together. Row
-// numbers count in the order of the dimensions.
+// All rows of a tensor of any strides: every dimension but the last, neighbours in memory taken
+// together. Row numbers count in the order of the dimensions.
 struct RowsView {
   const void* data = nullptr;
   DType dtype = DType::kFloat32;
   int64_t dims = 0;
-  int64_t size[kMaxRowDims] = {};    // the outermost first
+  int64_t size[kMaxRowDims] = {};  // the outermost first
   int64_t stride[kMaxRowDims] = {};
   int64_t column_stride = 0;
 };
@@ -28,12 +29,12 @@ static inline int64_t row_offset(const RowsView& view, int64_t row) {
   return view.dims > 0 ? sum + row * view.stride[0] : 0;
 }
 
-// Pair i of a row at position p turns by the angle whose cos and sin stand in row p of the tables. Of the
-// input's and output's views only the strides of rows and columns are read.
+// Pair i of a row at position p turns by the angle whose cos and sin stand in row p of the tables.
+// Of the input's and output's views only the strides of rows and columns are read.
 struct RotaryParams {
-  TensorView input;    // (row, head_dim)
-  TensorView output;   // (row, head_dim); written
-  TensorView cos;      // (position, rotary_dim / 2)
+  TensorView input;   // (row, head_dim)
+  TensorView output;  // (row, head_dim); written
+  TensorView cos;     // (position, rotary_dim / 2)
   TensorView sin;
   int64_t head_dim = 0;
   int64_t rotary_dim = 0;    // the columns beyond are copied
@@ -41,10 +42,10 @@ struct RotaryParams {
   bool inverse = false;      // turn back
 };
 
-// Neighbouring rows. Positions count up from `first_position`, or stand in `positions`, one for each row. A row
-// before position 0, which sees nothing, turns as at 0.
+// Neighbouring rows. Positions count up from `first_position`, or stand in `positions`, one for
+// each row. A row before position 0, which sees nothing, turns as at 0.
 struct RotaryRows {
-  int64_t input;   // offset of the first row
+  int64_t input;  // offset of the first row
   int64_t output;
   int64_t count;
   int64_t first_position;
@@ -52,11 +53,11 @@ struct RotaryRows {
 };
 
 struct RmsNormParams {
-  RowsView input;    // (row, width)
-  TensorView weight; // (width): only data, dtype and column_stride are read
-  RowsView output;   // (row, width); written by the forward
-  RowsView grad_output;  // of the backward alone, as the following
-  RowsView grad_input;   // written
+  RowsView input;          // (row, width)
+  TensorView weight;       // (width): only data, dtype and column_stride are read
+  RowsView output;         // (row, width); written by the forward
+  RowsView grad_output;    // of the backward alone, as the following
+  RowsView grad_input;     // written
   TensorView grad_weight;  // written by add_weight_sums
   int64_t rows = 0;
   int64_t width = 0;
@@ -64,8 +65,8 @@ struct RmsNormParams {
 };
 
 struct SwigluParams {
-  RowsView input;   // (row, 2 * width): gate, then up
-  RowsView output;  // (row, width); written by the forward
+  RowsView input;        // (row, 2 * width): gate, then up
+  RowsView output;       // (row, width); written by the forward
   RowsView grad_output;  // of the backward alone, as the following
   RowsView grad_input;   // (row, 2 * width); written
   int64_t rows = 0;

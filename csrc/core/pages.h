@@ -9,10 +9,14 @@ namespace attention_ext {
 class PagedRows {
  public:
   PagedRows(const Pages& pages, int64_t batch, int64_t row)
-      : page_(pages.table + batch * pages.per_batch + row / pages.size), place_(row % pages.size), size_(pages.size) {}
+      : page_(pages.table + batch * pages.per_batch + row / pages.size),
+        place_(row % pages.size),
+        size_(pages.size) {}
 
   // Of the row's first element, in head 0 of the tensor of keys or values.
-  int64_t offset(const TensorView& view) const { return *page_ * view.batch_stride[0] + place_ * view.row_stride; }
+  int64_t offset(const TensorView& view) const {
+    return *page_ * view.batch_stride[0] + place_ * view.row_stride;
+  }
   // Rows that follow each other, row_stride apart, from this one on.
   int64_t count() const { return size_ - place_; }
   void next_page() {

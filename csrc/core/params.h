@@ -1,9 +1,10 @@
 // What a kernel is told about one call: plain structs, no torch, host and device.
 //
-// Every tensor is seen as (batch..., head, row, column) with a stride for each, 0 where it is broadcast, so
-// that nothing is expanded or copied. The kernels work on "units": the largest groups of neighbouring query
-// heads of one batch element that read the same key head and the same value head. A unit has heads_per_unit *
-// seqlen_q rows, position-major: row r is query r / heads_per_unit of head r % heads_per_unit.
+// Every tensor is seen as (batch..., head, row, column) with a stride for each, 0 where it is
+// broadcast, so that nothing is expanded or copied. The kernels work on "units": the largest groups
+// of neighbouring query heads of one batch element that read the same key head and the same value
+// head. A unit has heads_per_unit * seqlen_q rows, position-major: row r is query r /
+// heads_per_unit of head r % heads_per_unit.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,8 @@ constexpr int kMaxBatchDims = 6;  // tensors of up to 8 dimensions
 
 enum class DType : int32_t { kFloat64, kFloat32, kBFloat16, kFloat16, kBool };
 
-// Strides in elements. Without data the tensor is absent: no mask, a gradient of zero, nothing to write.
+// Strides in elements. Without data the tensor is absent: no mask, a gradient of zero, nothing to
+// write.
 struct TensorView {
   const void* data = nullptr;
   DType dtype = DType::kFloat32;
@@ -40,9 +42,9 @@ struct Lengths {
   const int64_t* key_start = nullptr;
 };
 
-// Where a cache holds keys and values: those of batch element b are cut into pages of `size` rows, and page n
-// is slice table[b * per_batch + n] of the key and value tensors, along their batch dimension. Without a table
-// slice b holds all of them.
+// Where a cache holds keys and values: those of batch element b are cut into pages of `size` rows,
+// and page n is slice table[b * per_batch + n] of the key and value tensors, along their batch
+// dimension. Without a table slice b holds all of them.
 struct Pages {
   const int64_t* table = nullptr;
   int64_t per_batch = 0;
@@ -50,9 +52,9 @@ struct Pages {
 };
 
 struct Dropout {
-  double probability = 0.0;          // of dropping
-  const int64_t* seed = nullptr;     // one per batch element
-  int64_t batches_per_pattern = 1;   // element b has pattern b % batches_per_pattern of its seed
+  double probability = 0.0;         // of dropping
+  const int64_t* seed = nullptr;    // one per batch element
+  int64_t batches_per_pattern = 1;  // element b has pattern b % batches_per_pattern of its seed
 };
 
 struct AttentionParams {
@@ -81,14 +83,18 @@ struct AttentionParams {
   TensorView alibi_slopes;  // (batch..., head)
   TensorView sinks;         // (batch..., head)
   TensorView output;        // (batch..., head, seqlen_q, value_dim); written by the forward
-  TensorView lse;           // (batch..., head, seqlen_q), accumulation type; written by the forward, or absent
-  TensorView state;         // (batch..., head, seqlen_q, 2), the same: P = 2^(x - state[0]) / state[1], or absent
+  TensorView
+      lse;  // (batch..., head, seqlen_q), accumulation type; written by the forward, or absent
+  TensorView
+      state;  // (batch..., head, seqlen_q, 2), the same: P = 2^(x - state[0]) / state[1], or absent
 
   int64_t units_per_batch() const { return num_heads / heads_per_unit; }
   int64_t num_units() const { return num_batches * units_per_batch(); }
-  int64_t rows_per_unit() const { return heads_per_unit * seqlen_q; }  // at most, where lengths differ
-  // Units of at most so many rows have a forward of their own. Not packed ones: those differ in length, and a row's
-  // bits must not depend on its neighbours'.
+  int64_t rows_per_unit() const {
+    return heads_per_unit * seqlen_q;
+  }  // at most, where lengths differ
+  // Units of at most so many rows have a forward of their own. Not packed ones: those differ in
+  // length, and a row's bits must not depend on its neighbours'.
   bool has_few_rows(int64_t most) const { return rows_per_unit() <= most && !lengths.query_start; }
 };
 
@@ -102,21 +108,24 @@ struct InputViews {
   TensorView sinks;
 };
 
-// Gradients of key and value are written through views of their own: where several units read one slice of an
-// input, each unit writes a slice of a temporary tensor, and the glue adds these up in order.
+// Gradients of key and value are written through views of their own: where several units read one
+// slice of an input, each unit writes a slice of a temporary tensor, and the glue adds these up in
+// order.
 struct GradParams {
   AttentionParams forward;
   TensorView grad_output;   // (batch..., head, seqlen_q, value_dim)
   TensorView grad_lse;      // (batch..., head, seqlen_q)
   TensorView grad_weights;  // (batch..., head, seqlen_q, seqlen_kv)
 
-  TensorView grad_query;    // (batch..., head, seqlen_q, head_dim); written
-  TensorView grad_key;      // (batch..., head / grad_key_group, seqlen_kv, head_dim); written
-  TensorView grad_value;    // (batch..., head / grad_value_group, seqlen_kv, value_dim); written
+  TensorView grad_query;  // (batch..., head, seqlen_q, head_dim); written
+  TensorView grad_key;    // (batch..., head / grad_key_group, seqlen_kv, head_dim); written
+  TensorView grad_value;  // (batch..., head / grad_value_group, seqlen_kv, value_dim); written
   int64_t grad_key_group = 1;
   int64_t grad_value_group = 1;
-  TensorView delta;         // (batch..., head, seqlen_q): rowsum(dO * O) - dlse, accumulation type; written
-  TensorView slope_sums;    // (batch..., head, seqlen_q): the row's part of the slope's gradient; written
+  TensorView
+      delta;  // (batch..., head, seqlen_q): rowsum(dO * O) - dlse, accumulation type; written
+  TensorView
+      slope_sums;  // (batch..., head, seqlen_q): the row's part of the slope's gradient; written
 };
 
 struct WeightsParams {
@@ -126,18 +135,21 @@ struct WeightsParams {
 
 // The direction of a tangent, and tangents of results.
 struct TangentParams {
-  GradParams grad;                 // grad_query etc. are the tangents of the gradients; written by backward_tangent
+  GradParams
+      grad;  // grad_query etc. are the tangents of the gradients; written by backward_tangent
   InputViews tangent;              // of the inputs, in their shapes
   TensorView grad_output_tangent;  // (batch..., head, seqlen_q, value_dim)
   TensorView grad_lse_tangent;     // (batch..., head, seqlen_q)
-  TensorView output_tangent;       // (batch..., head, seqlen_q, value_dim); written by tangent, then read
-  TensorView lse_tangent;          // (batch..., head, seqlen_q), accumulation type; the same
-  TensorView delta_tangent;        // (batch..., head, seqlen_q), accumulation type; written by backward_tangent
+  TensorView
+      output_tangent;      // (batch..., head, seqlen_q, value_dim); written by tangent, then read
+  TensorView lse_tangent;  // (batch..., head, seqlen_q), accumulation type; the same
+  TensorView
+      delta_tangent;  // (batch..., head, seqlen_q), accumulation type; written by backward_tangent
 };
 
 // The gradient of a float mask, in the mask's own shape: dimensions that it shares are summed over.
 struct MaskGradParams {
-  TangentParams call;  // for the gradient itself only call.grad is used
+  TangentParams call;    // for the gradient itself only call.grad is used
   TensorView grad_mask;  // (batch..., head, row, column) of the mask's own sizes; written
   bool shared_batch[kMaxBatchDims] = {};
   bool shared_heads = false, shared_rows = false, shared_columns = false;

@@ -1,9 +1,11 @@
-// Counter-based random bits for dropout: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy
-// as 1, 2, 3"). Four 32-bit words belong to a key (the seed) and a 128-bit counter (the place), whoever asks.
+// Counter-based random bits for dropout: Philox4x32-10 (Salmon et al. 2011, "Parallel random
+// numbers: as easy as 1, 2, 3"). Four 32-bit words belong to a key (the seed) and a 128-bit counter
+// (the place), whoever asks.
 //
-// Place: key position j / 4 (word j % 4 of the four), query position i, and the 64-bit number of the batch
-// element and head. Written over a type that holds a 32-bit word in the low half of a 64-bit integer: one, or a
-// vector of them. What the high half holds means nothing, in arguments and results.
+// Place: key position j / 4 (word j % 4 of the four), query position i, and the 64-bit number of
+// the batch element and head. Written over a type that holds a 32-bit word in the low half of a
+// 64-bit integer: one, or a vector of them. What the high half holds means nothing, in arguments
+// and results.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +19,8 @@ struct PhiloxWords {
 
 // multiply(a, b): the 64-bit product of the low halves of a and the constant b.
 template <class Wide, class Multiply>
-static inline __attribute__((always_inline)) PhiloxWords<Wide> philox(uint64_t seed, Wide c0, Wide c1, Wide c2, Wide c3,
+static inline __attribute__((always_inline)) PhiloxWords<Wide> philox(uint64_t seed, Wide c0,
+                                                                      Wide c1, Wide c2, Wide c3,
                                                                       Multiply&& multiply) {
   uint64_t k0 = seed & 0xffffffffu, k1 = seed >> 32;
 #pragma GCC unroll 10

@@ -2,8 +2,8 @@
 //
 //   s = scale * q.k  ->  softcap * tanh(s / softcap)  ->  + mask  ->  - slope * |position - j|
 //
-// Templates over the number type: a vector of lanes on the CPU. A plain score takes one multiply-add,
-// x = (q.k) * (scale * log2 e) - m, with q.k unrounded by scale or log2 e.
+// Templates over the number type: a vector of lanes on the CPU. A plain score takes one
+// multiply-add, x = (q.k) * (scale * log2 e) - m, with q.k unrounded by scale or log2 e.
 
 template <class T>
 struct ScoreParams {
@@ -22,12 +22,13 @@ struct ScoreParams {
   bool plain() const { return softcap == T(0) && !alibi; }
 };
 
-// tanh(x): x + x^3 P(x^2) / Q(x^2) near 0, 1 - 2 / (e^2|x| + 1) beyond (the two of the Cephes library); both
-// good to a few units in the last place.
+// tanh(x): x + x^3 P(x^2) / Q(x^2) near 0, 1 - 2 / (e^2|x| + 1) beyond (the two of the Cephes
+// library); both good to a few units in the last place.
 template <class T>
 ATTENTION_EXT_INLINE Vec<T> tanh(Vec<T> x) {
   const Vec<T> z = x * x;
-  Vec<T> p = fma(broadcast(T(-9.64399179425052238628e-1)), z, broadcast(T(-9.92877231001918586564e1)));
+  Vec<T> p =
+      fma(broadcast(T(-9.64399179425052238628e-1)), z, broadcast(T(-9.92877231001918586564e1)));
   p = fma(p, z, broadcast(T(-1.61468768441708447952e3)));
   Vec<T> q = z + T(1.12811678491632931402e2);
   q = fma(q, z, broadcast(T(2.23548839060100448583e3)));
@@ -42,15 +43,17 @@ ATTENTION_EXT_INLINE Vec<T> tanh(Vec<T> x) {
 
 // x - m in powers of two, for a raw dot product that nothing else changes.
 template <class T>
-ATTENTION_EXT_INLINE Vec<T> plain_exponent(const ScoreParams<T>& score, Vec<T> dot, Vec<T> reference) {
+ATTENTION_EXT_INLINE Vec<T> plain_exponent(const ScoreParams<T>& score, Vec<T> dot,
+                                           Vec<T> reference) {
   return fma(dot, broadcast(score.scale_log2e), -reference);
 }
 
-// The same with everything: `slope` and `distance` of the lane and key, and the mask's addend in powers of two
+// The same with everything: `slope` and `distance` of the lane and key, and the mask's addend in
+// powers of two
 // (-infinity hides, whatever the score is). An addend of 0 on a plain score changes no bit.
 template <class T>
-ATTENTION_EXT_INLINE Vec<T> general_exponent(const ScoreParams<T>& score, Vec<T> dot, Vec<T> addend, Vec<T> slope,
-                                             Vec<T> distance, Vec<T> reference) {
+ATTENTION_EXT_INLINE Vec<T> general_exponent(const ScoreParams<T>& score, Vec<T> dot, Vec<T> addend,
+                                             Vec<T> slope, Vec<T> distance, Vec<T> reference) {
   Vec<T> x;
   if (score.softcap != T(0)) {
     const Vec<T> capped = tanh<T>(dot * (score.scale / score.softcap)) * score.softcap;

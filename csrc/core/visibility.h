@@ -1,7 +1,9 @@
-// Which keys may query i see: what hides a score, as opposed to what changes it (score.inc.h). Integers only.
+// Which keys may query i see: what hides a score, as opposed to what changes it (score.inc.h).
+// Integers only.
 //
-// Causality, windows and lengths hide all but one interval of keys, and both ends of the interval grow with i.
-// The kernels rely on that: whole tiles are skipped or known to be visible from the first and last row alone.
+// Causality, windows and lengths hide all but one interval of keys, and both ends of the interval
+// grow with i. The kernels rely on that: whole tiles are skipped or known to be visible from the
+// first and last row alone.
 #pragma once
 
 #include "params.h"

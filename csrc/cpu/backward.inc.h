@@ -1,21 +1,25 @@
 // Backward: all gradients of one unit for one part of its rows, super-block by super-block.
 //
-//   P  = exp(score(scale * Q K^T) - lse)        delta = rowsum(P * dP) - dlse = rowsum(dO * O) + rowsum(P * dW) - dlse
-//   dP = Z * (dO V^T) + dW                      Z: dropout's factors, dW: gradient of the weights
-//   dS = P * (dP - delta)                       dU = score'(scale * Q K^T) * dS
-//   dV += (Z * P)^T dO      dK += scale * dU^T Q      dQ += scale * dU K      dslope = -sum dS * distance
+//   P  = exp(score(scale * Q K^T) - lse)        delta = rowsum(P * dP) - dlse = rowsum(dO * O) +
+//   rowsum(P * dW) - dlse dP = Z * (dO V^T) + dW                      Z: dropout's factors, dW:
+//   gradient of the weights dS = P * (dP - delta)                       dU = score'(scale * Q K^T)
+//   * dS dV += (Z * P)^T dO      dK += scale * dU^T Q      dQ += scale * dU K      dslope = -sum dS
+//   * distance
 //
-// for each super-block of rows, for each kv tile, for each lane tile (queries along the lanes, as the forward):
+// for each super-block of rows, for each kv tile, for each lane tile (queries along the lanes, as
+// the forward):
 //   1. scores      S^T[key][lane] = K Q^T         the forward's step 1
 //   2. modify      x = score(S) * log2(e) - m     m and l: the row's softmax state
 //   3. hide        P and dS are selected, not multiplied, to 0 outside the visible cells
 //   4. softmax     P = 2^x / l                    as the forward's
-//   5. gradients   dS^T = P^T * (V dO^T - delta); then dV, dK by rows of keys over the whole super-block,
+//   5. gradients   dS^T = P^T * (V dO^T - delta); then dV, dK by rows of keys over the whole
+//   super-block,
 //                  dQ^T[column][lane] += K^T dU^T
 //
-// dK and dV of the unit are summed by one owner, rows in order, in the gradients themselves where they lie well, else
-// in an accumulator. A unit with many rows is cut into parts of equal work, each with an accumulator of its own, that
-// are added in order: whoever computes a part, the sums are the same.
+// dK and dV of the unit are summed by one owner, rows in order, in the gradients themselves where
+// they lie well, else in an accumulator. A unit with many rows is cut into parts of equal work,
+// each with an accumulator of its own, that are added in order: whoever computes a part, the sums
+// are the same.
 
 template <class T>
 class Backward : public Sweep<T> {
@@ -45,7 +49,8 @@ class Backward : public Sweep<T> {
     const int64_t head = strip_width(this->head_padded() / kWidth<T>);
     const int64_t value = strip_width(this->value_padded() / kWidth<T>);
     widest_ = head > value ? head : value;
-    with_constant<kVectors>(widest_, [&](auto widest) { key_block_ = kBlockRows<decltype(widest)::value>; });
+    with_constant<kVectors>(widest_,
+                            [&](auto widest) { key_block_ = kBlockRows<decltype(widest)::value>; });
   }
 
   // Whether dK and dV can be summed where the caller wants them.
@@ -99,16 +104,18 @@ class Backward : public Sweep<T> {
       start_sums();
       stage_values();
       const char* row[kBlock];
-      finite_key_ = key_.finite
-                        ? key_
-                        : this->stage(p_.key, p_.key_group, p_.head_dim, Stage::kFiniteCopy, finite_key_buffer_, row);
+      finite_key_ = key_.finite ? key_
+                                : this->stage(p_.key, p_.key_group, p_.head_dim, Stage::kFiniteCopy,
+                                              finite_key_buffer_, row);
       for (int64_t t = 0; t < tiles_; ++t) lane_tile(t);
       gradients_of_keys();
     });
     for (int64_t t = 0; t < tiles_; ++t) {
-      this->write_lanes(g_.grad_query, tile_[t], grad_query_ + t * p_.head_dim * kLanes<T>, p_.head_dim, score_.scale);
+      this->write_lanes(g_.grad_query, tile_[t], grad_query_ + t * p_.head_dim * kLanes<T>,
+                        p_.head_dim, score_.scale);
       if (g_.delta.data) write_rows(g_.delta, p_, unit_, tile_[t], delta_ + t * kLanes<T>);
-      if (g_.slope_sums.data) write_rows(g_.slope_sums, p_, unit_, tile_[t], slope_sums_ + t * kLanes<T>);
+      if (g_.slope_sums.data)
+        write_rows(g_.slope_sums, p_, unit_, tile_[t], slope_sums_ + t * kLanes<T>);
     }
   }
 
@@ -117,8 +124,8 @@ class Backward : public Sweep<T> {
     value_ = this->stage(p_.value, p_.value_group, p_.value_dim, Stage::kAsIs, value_buffer_, row);
   }
 
-  // The first sums of a key overwrite the accumulator: whole kv tiles that no super-block had before. Keys
-  // passed over, and those of a tile that begins or ends elsewhere, get 0 instead.
+  // The first sums of a key overwrite the accumulator: whole kv tiles that no super-block had
+  // before. Keys passed over, and those of a tile that begins or ends elsewhere, get 0 instead.
   void start_sums() {
     const int64_t last = first_key_ + count_;
     first_sums_ = summed_keys_ <= first_key_ && query_rows_.finite && grad_output_rows_.finite;
@@ -152,10 +159,10 @@ class Backward : public Sweep<T> {
     sum_deltas();
   }
 
-  // delta = rowsum(P * dP) - dlse in a sweep of its own, where rowsum(dO * O) will not do: with a gradient of the
-  // weights, and in rows of large scores, whose reference moved or whose sum of powers passed 2^20 (an empty
-  // row's factor of 0 counts too). There P is near 0 or 1, dP - delta cancels, and only the very same P and dP
-  // cancel well.
+  // delta = rowsum(P * dP) - dlse in a sweep of its own, where rowsum(dO * O) will not do: with a
+  // gradient of the weights, and in rows of large scores, whose reference moved or whose sum of
+  // powers passed 2^20 (an empty row's factor of 0 counts too). There P is near 0 or 1, dP - delta
+  // cancels, and only the very same P and dP cancel well.
   void sum_deltas() {
     alignas(64) T grad_lse[kLanes<T>];
     for (int64_t t = 0; t < tiles_; ++t) {
@@ -172,14 +179,16 @@ class Backward : public Sweep<T> {
       if (g_.grad_lse.data) read_rows(g_.grad_lse, p_, unit_, tile_[t], grad_lse);
       for (int v = 0; v < kVectors; ++v) {
         T* delta = delta_ + t * kLanes<T> + v * kWidth<T>;
-        store(delta, needs_sweep(t, v) ? load(sum + v * kWidth<T>) - load(grad_lse + v * kWidth<T>) : load(delta));
+        store(delta, needs_sweep(t, v) ? load(sum + v * kWidth<T>) - load(grad_lse + v * kWidth<T>)
+                                       : load(delta));
       }
     }
   }
   Mask<T> needs_sweep(int64_t t, int v) const {
     if (g_.grad_weights.data) return ~Mask<T>{};
     const int64_t lane = t * kLanes<T> + v * kWidth<T>;
-    const Mask<T> large = (load(this->reference_ + lane) != T(0)) | (load(this->factor_ + lane) < T(0x1p-20));
+    const Mask<T> large =
+        (load(this->reference_ + lane) != T(0)) | (load(this->factor_ + lane) < T(0x1p-20));
     return large & first_lanes<T>(tile_[t].count - v * kWidth<T>);
   }
   void add_deltas(int64_t t, T* sum) {
@@ -195,7 +204,8 @@ class Backward : public Sweep<T> {
       this->for_cells(s, [&](int v, int64_t k) {
         const int64_t place = k * stride + v * kWidth<T>;
         const Vec<T> prob = this->prob(cells, load(probs + place), t, v, k);
-        const Vec<T> product = keep<T>(cells.visible(v, k), prob * grad_prob(cells, load(grad_probs + place), v, k));
+        const Vec<T> product =
+            keep<T>(cells.visible(v, k), prob * grad_prob(cells, load(grad_probs + place), v, k));
         store(sum + v * kWidth<T>, load(sum + v * kWidth<T>) + product);
       });
     }
@@ -223,28 +233,31 @@ class Backward : public Sweep<T> {
     const T* grad_scores = grad_scores_ + t * kLanes<T>;
     probs_and_grad_scores(t, cells);
     for (int i = 0; i < cells.segments.size; ++i) {
-      add_transposed_product<T>(finite_key_, p_.head_dim, cells.segments.segment[i], grad_scores, this->stride(),
-                                grad_query);
+      add_transposed_product<T>(finite_key_, p_.head_dim, cells.segments.segment[i], grad_scores,
+                                this->stride(), grad_query);
     }
     if (!key_.finite) {
-      this->add_non_finite_keys(cells, p_.key, this->key_row_, p_.head_dim, grad_scores, this->stride(), grad_query);
+      this->add_non_finite_keys(cells, p_.key, this->key_row_, p_.head_dim, grad_scores,
+                                this->stride(), grad_query);
     }
     if (!query_rows_.finite) {
-      this->add_non_finite_lanes(cells, this->query_of(t), p_.head_dim, grad_scores, this->stride(), key_sums_);
+      this->add_non_finite_lanes(cells, this->query_of(t), p_.head_dim, grad_scores, this->stride(),
+                                 key_sums_);
     }
     if (!grad_output_rows_.finite) {
-      this->add_non_finite_lanes(cells, grad_output_lanes_ + t * p_.value_dim * kLanes<T>, p_.value_dim,
-                                 probs_ + t * kLanes<T>, this->stride(), value_sums_);
+      this->add_non_finite_lanes(cells, grad_output_lanes_ + t * p_.value_dim * kLanes<T>,
+                                 p_.value_dim, probs_ + t * kLanes<T>, this->stride(), value_sums_);
     }
   }
 
   // probs_ = Z * P and grad_scores_ = dU (dS if before_softcap: what a mask's gradient is made of).
   void probs_and_grad_scores(int64_t t, const CellTile<T>& cells, bool before_softcap = false) {
     const bool plain = score_.plain() && !g_.grad_weights.data;
-    // In a lane without a row q is 0, and 0 * infinity is not: it must be hidden like a cell outside the interval.
+    // In a lane without a row q is 0, and 0 * infinity is not: it must be hidden like a cell
+    // outside the interval.
     const auto is_partial = [&](const Segment& s) { return s.partial || !key_.finite; };
-    const bool simple = plain && cells.mask == MaskTile::kNone && !cells.dropout && p_.head_dim <= kBlockDepth &&
-                        p_.value_dim <= kBlockDepth;
+    const bool simple = plain && cells.mask == MaskTile::kNone && !cells.dropout &&
+                        p_.head_dim <= kBlockDepth && p_.value_dim <= kBlockDepth;
     if (g_.grad_weights.data) this->pack_cells(g_.grad_weights, cells, grad_weights_);
     for (int i = 0; i < cells.segments.size; ++i) {
       const Segment& s = cells.segments.segment[i];
@@ -261,7 +274,8 @@ class Backward : public Sweep<T> {
         with_flag(is_partial(s), [&](auto partial) {
           with_flag(cells.mask == MaskTile::kMixed, [&](auto masked) {
             with_flag(cells.dropout != nullptr, [&](auto dropout) {
-              plain_cells<decltype(partial)::value, decltype(masked)::value, decltype(dropout)::value>(t, s, cells);
+              plain_cells<decltype(partial)::value, decltype(masked)::value,
+                          decltype(dropout)::value>(t, s, cells);
             });
           });
         });
@@ -276,7 +290,8 @@ class Backward : public Sweep<T> {
   void simple_cells(int64_t t, const Segment& s, const CellTile<T>& cells) {
     // Local copies: the stores below might change members, for all that the compiler knows.
     const int first_vector = s.first_vector;
-    const int64_t first = first_vector * kWidth<T>, lane = t * kLanes<T> + first, stride = this->stride();
+    const int64_t first = first_vector * kWidth<T>, lane = t * kLanes<T> + first,
+                  stride = this->stride();
     const T* const query = this->query_of(t) + first;
     const T* const grad_output = grad_output_lanes_ + t * p_.value_dim * kLanes<T> + first;
     const T* const references = this->reference_ + lane;
@@ -288,10 +303,12 @@ class Backward : public Sweep<T> {
     const StagedRows<T> key = key_, value = value_;
     const ScoreParams<T> score = score_;
     const int64_t head_dim = p_.head_dim, value_dim = p_.value_dim;
-    for_row_blocks<kBlockRows<kN>>(s.begin, s.end, [&](int64_t k, auto rows) __attribute__((always_inline)) {
+    for_row_blocks<kBlockRows<kN>>(s.begin, s.end,
+                                   [&](int64_t k, auto rows) __attribute__((always_inline)) {
       constexpr int kRows = decltype(rows)::value;
       Vec<T> sum[kRows][kN];
-      broadcast_rows<T, kRows, kN>(key.data + k * key.stride, key.stride, query, kLanes<T>, head_dim, sum);
+      broadcast_rows<T, kRows, kN>(key.data + k * key.stride, key.stride, query, kLanes<T>,
+                                   head_dim, sum);
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
@@ -303,7 +320,8 @@ class Backward : public Sweep<T> {
           store(probs + (k + i) * stride + v * kWidth<T>, x);
         }
       }
-      broadcast_rows<T, kRows, kN>(value.data + k * value.stride, value.stride, grad_output, kLanes<T>, value_dim, sum);
+      broadcast_rows<T, kRows, kN>(value.data + k * value.stride, value.stride, grad_output,
+                                   kLanes<T>, value_dim, sum);
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
@@ -321,11 +339,12 @@ class Backward : public Sweep<T> {
   void products(int64_t t, const Segment& s, T* dots, T* grad_dots) const {
     const int64_t first = s.first_vector * kWidth<T>;
     product_tile<T>(key_, this->query_of(t) + first, p_.head_dim, s, dots, this->stride());
-    product_tile<T>(value_, grad_output_lanes_ + t * p_.value_dim * kLanes<T> + first, p_.value_dim, s, grad_dots,
-                    this->stride());
+    product_tile<T>(value_, grad_output_lanes_ + t * p_.value_dim * kLanes<T> + first, p_.value_dim,
+                    s, grad_dots, this->stride());
   }
   // dP of a cell.
-  ATTENTION_EXT_INLINE Vec<T> grad_prob(const CellTile<T>& cells, Vec<T> dot, int v, int64_t k) const {
+  ATTENTION_EXT_INLINE Vec<T> grad_prob(const CellTile<T>& cells, Vec<T> dot, int v,
+                                        int64_t k) const {
     Vec<T> x = dot * cells.dropout_at(v, k);
     if (g_.grad_weights.data) x += load(grad_weights_ + k * kLanes<T> + v * kWidth<T>);
     return x;
@@ -346,7 +365,8 @@ class Backward : public Sweep<T> {
       T* const __restrict probs = probs_ + lane;
       T* const __restrict grad_scores = grad_scores_ + lane;
       for (int64_t k = s.begin; k < s.end; ++k) {
-        Vec<T> x = plain_exponent(score, load(probs + k * stride), reference), grad = load(grad_scores + k * stride);
+        Vec<T> x = plain_exponent(score, load(probs + k * stride), reference),
+               grad = load(grad_scores + k * stride);
         Mask<T> visible = some;
         if (kPartial) visible &= cells.intervals.visible(v, k);
         if (kMasked) {
@@ -376,14 +396,15 @@ class Backward : public Sweep<T> {
       const Vec<T> dot = load(probs + place);
       const Vec<T> prob = this->prob(cells, dot, t, v, k), factor = cells.dropout_at(v, k);
       const Mask<T> visible = cells.visible(v, k);
-      const Vec<T> centered =
-          grad_prob(cells, load(grad_scores + place), v, k) - load(delta_ + t * kLanes<T> + v * kWidth<T>);
+      const Vec<T> centered = grad_prob(cells, load(grad_scores + place), v, k) -
+                              load(delta_ + t * kLanes<T> + v * kWidth<T>);
       Vec<T> grad = keep<T>(visible, prob * centered);
       if (score_.alibi) {
         T* sum = slope_sums_ + t * kLanes<T> + v * kWidth<T>;
         store(sum, fma(-grad, cells.distance(v, k), load(sum)));
       }
-      if (score_.softcap != T(0) && !before_softcap) grad = keep<T>(visible, grad * score_slope(score_, dot).first);
+      if (score_.softcap != T(0) && !before_softcap)
+        grad = keep<T>(visible, grad * score_slope(score_, dot).first);
       store(probs + place, prob * factor);
       store(grad_scores + place, grad);
     });
@@ -391,27 +412,31 @@ class Backward : public Sweep<T> {
 
   // dV += (Z P)^T dO and dK += dU^T Q over the vectors of rows that see a key of the block.
   void gradients_of_keys() {
-    with_constant<kVectors>(widest_, [&](auto widest) { gradients_of_keys<decltype(widest)::value>(); });
+    with_constant<kVectors>(widest_,
+                            [&](auto widest) { gradients_of_keys<decltype(widest)::value>(); });
   }
   template <int kWidest>
   void gradients_of_keys() {
     constexpr int kKeys = kBlockRows<kWidest>;
-    for_key_blocks<T, kKeys>(tile_, tiles_, first_key_, count_, [&](int64_t k, auto rows, int64_t begin, int64_t end) {
+    for_key_blocks<T, kKeys>(tile_, tiles_, first_key_, count_,
+                             [&](int64_t k, auto rows, int64_t begin, int64_t end) {
       constexpr int kRows = decltype(rows)::value;
       const int64_t first = begin;
       if (p_.attn_mask.data) leave_out_hidden(k, k + kRows, begin, end);
       if (begin == end && !first_sums_) return;
-      const auto add = [&](const T* cells, const StagedRows<T>& lanes, int64_t columns, const KeySums<T>& sums) {
-        add_product<T, kRows, kWidest>(cells + k * this->stride(), this->stride(), lanes.data, lanes.stride, first,
-                                       begin, end, columns, sums.factor, first_sums_, sums.row(first_key_ + k),
-                                       sums.stride);
+      const auto add = [&](const T* cells, const StagedRows<T>& lanes, int64_t columns,
+                           const KeySums<T>& sums) {
+        add_product<T, kRows, kWidest>(cells + k * this->stride(), this->stride(), lanes.data,
+                                       lanes.stride, first, begin, end, columns, sums.factor,
+                                       first_sums_, sums.row(first_key_ + k), sums.stride);
       };
       add(probs_, grad_output_rows_, this->value_padded(), value_sums_);
       add(grad_scores_, query_rows_, this->head_padded(), key_sums_);
     });
   }
 
-  // Narrows rows [begin, end) by vectors at both ends in which no cell of keys [first, last) was computed.
+  // Narrows rows [begin, end) by vectors at both ends in which no cell of keys [first, last) was
+  // computed.
   void leave_out_hidden(int64_t first, int64_t last, int64_t& begin, int64_t& end) const {
     const auto hidden = [&](int64_t row) {
       const KeyRange& keys = computed_[row / kWidth<T>];
@@ -423,20 +448,21 @@ class Backward : public Sweep<T> {
 
   const GradParams& g_;
   KeySums<T> key_sums_{}, value_sums_{};
-  int64_t widest_;     // vectors in the widest strip of columns of dK and dV
-  int64_t key_block_;  // keys beside each other in these sums: as many as the registers hold
+  int64_t widest_;           // vectors in the widest strip of columns of dK and dV
+  int64_t key_block_;        // keys beside each other in these sums: as many as the registers hold
   int64_t summed_keys_ = 0;  // the first keys of both that hold something
   bool first_sums_ = false;  // of the current kv tile's keys
 
   // Per lane tile of the super-block; [rows] stands for [tiles][kLanes].
-  T* delta_;              // [rows]
-  T* delta_sums_;        // [kLanes]: deltas of one lane tile, while they are summed
-  T* slope_sums_;         // [rows]
-  T* grad_output_lanes_;  // [tiles][value_dim][kLanes]
-  T* query_buffer_;         // [rows][head_dim, padded]
-  T* grad_output_buffer_;   // [rows][value_dim, padded]
-  T* grad_query_;         // [tiles][head_dim][kLanes]
-  StagedRows<T> query_rows_{}, grad_output_rows_{};  // of the whole super-block, without what is not finite
+  T* delta_;               // [rows]
+  T* delta_sums_;          // [kLanes]: deltas of one lane tile, while they are summed
+  T* slope_sums_;          // [rows]
+  T* grad_output_lanes_;   // [tiles][value_dim][kLanes]
+  T* query_buffer_;        // [rows][head_dim, padded]
+  T* grad_output_buffer_;  // [rows][value_dim, padded]
+  T* grad_query_;          // [tiles][head_dim][kLanes]
+  StagedRows<T> query_rows_{},
+      grad_output_rows_{};  // of the whole super-block, without what is not finite
 
   // Of the current kv tile.
   StagedRows<T> finite_key_{}, value_{};

@@ -1,6 +1,6 @@
-// Tangent of the backward in a direction of all inputs and upstream gradients. By the symmetry of second
-// derivatives it serves double backward (the direction is the cotangent of the gradients) as well as forward
-// over reverse. The first sweep, tangent.inc.h, has given output' and lse'.
+// Tangent of the backward in a direction of all inputs and upstream gradients. By the symmetry of
+// second derivatives it serves double backward (the direction is the cotangent of the gradients) as
+// well as forward over reverse. The first sweep, tangent.inc.h, has given output' and lse'.
 //
 //   delta' = rowsum(dO' * O) + rowsum(dO * O') - dlse'
 //   P' = P * (s' - lse')                    dP = Z * (dO V^T),  dP' = Z * (dO' V^T + dO V'^T)
@@ -17,15 +17,19 @@ class BackwardTangent : public TangentSweep<T> {
   using Params = TangentParams;
   static const Params& params_of(const TangentParams& c) { return c; }
   static int64_t most_tiles(const TangentParams& c) {
-    return BackwardTangent::tiles_that_fit(5 * c.grad.forward.head_dim + 4 * c.grad.forward.value_dim);
+    return BackwardTangent::tiles_that_fit(5 * c.grad.forward.head_dim +
+                                           4 * c.grad.forward.value_dim);
   }
 
   BackwardTangent(const TangentParams& params, void* memory)
       : TangentSweep<T>(params, most_tiles(params), memory), g_(params.grad) {
     const int64_t rows = this->most_rows();
-    for (T** x : {&delta_, &delta_tangent_, &lse_tangent_, &slope_sums_}) *x = arena_.template take<T>(rows);
-    for (T** x : {&grad_output_lanes_, &grad_output_tangent_lanes_}) *x = arena_.template take<T>(rows * p_.value_dim);
-    for (T** x : {&query_rows_, &query_tangent_rows_}) *x = arena_.template take<T>(rows * this->head_padded());
+    for (T** x : {&delta_, &delta_tangent_, &lse_tangent_, &slope_sums_})
+      *x = arena_.template take<T>(rows);
+    for (T** x : {&grad_output_lanes_, &grad_output_tangent_lanes_})
+      *x = arena_.template take<T>(rows * p_.value_dim);
+    for (T** x : {&query_rows_, &query_tangent_rows_})
+      *x = arena_.template take<T>(rows * this->head_padded());
     for (T** x : {&grad_output_rows_, &grad_output_tangent_rows_}) {
       *x = arena_.template take<T>(rows * this->value_padded());
     }
@@ -71,20 +75,24 @@ class BackwardTangent : public TangentSweep<T> {
     this->for_kv_tiles([&] {
       this->stage_tangent_keys(Stage::kFinite);
       const char* row[kBlock] = {};
-      finite_key_ = key_.finite
-                        ? key_
-                        : this->stage(p_.key, p_.key_group, p_.head_dim, Stage::kFiniteCopy, finite_key_buffer_, row);
-      finite_key_tangent_ = key_tangent_.finite ? key_tangent_
-                                                        : this->stage(c_.tangent.key, p_.key_group, p_.head_dim,
-                                                                      Stage::kFiniteCopy, finite_key_tangent_buffer_, row);
+      finite_key_ = key_.finite ? key_
+                                : this->stage(p_.key, p_.key_group, p_.head_dim, Stage::kFiniteCopy,
+                                              finite_key_buffer_, row);
+      finite_key_tangent_ = key_tangent_.finite
+                                ? key_tangent_
+                                : this->stage(c_.tangent.key, p_.key_group, p_.head_dim,
+                                              Stage::kFiniteCopy, finite_key_tangent_buffer_, row);
       for (int64_t t = 0; t < tiles_; ++t) lane_tile(t);
       gradients_of_keys();
     });
     for (int64_t t = 0; t < tiles_; ++t) {
-      this->write_lanes(g_.grad_query, tile_[t], grad_query_ + t * p_.head_dim * kLanes<T>, p_.head_dim, score_.scale);
+      this->write_lanes(g_.grad_query, tile_[t], grad_query_ + t * p_.head_dim * kLanes<T>,
+                        p_.head_dim, score_.scale);
       if (g_.delta.data) write_rows(g_.delta, p_, unit_, tile_[t], delta_ + t * kLanes<T>);
-      if (c_.delta_tangent.data) write_rows(c_.delta_tangent, p_, unit_, tile_[t], delta_tangent_ + t * kLanes<T>);
-      if (g_.slope_sums.data) write_rows(g_.slope_sums, p_, unit_, tile_[t], slope_sums_ + t * kLanes<T>);
+      if (c_.delta_tangent.data)
+        write_rows(c_.delta_tangent, p_, unit_, tile_[t], delta_tangent_ + t * kLanes<T>);
+      if (g_.slope_sums.data)
+        write_rows(g_.slope_sums, p_, unit_, tile_[t], slope_sums_ + t * kLanes<T>);
     }
   }
 
@@ -96,7 +104,8 @@ class BackwardTangent : public TangentSweep<T> {
       const LaneTile<T>& tile = tile_[t];
       const int64_t lanes = t * p_.value_dim * kLanes<T>, row = t * kLanes<T>;
       this->pack_rows(g_.grad_output, tile, p_.value_dim, grad_output_lanes_ + lanes);
-      this->pack_rows(c_.grad_output_tangent, tile, p_.value_dim, grad_output_tangent_lanes_ + lanes);
+      this->pack_rows(c_.grad_output_tangent, tile, p_.value_dim,
+                      grad_output_tangent_lanes_ + lanes);
       read_rows(c_.lse_tangent, p_, unit_, tile, lse_tangent_ + row);
       alignas(64) T moved[kLanes<T>];
       alignas(64) T grad_lse[kLanes<T>];
@@ -112,7 +121,8 @@ class BackwardTangent : public TangentSweep<T> {
       finite_ &= this->finite_rows(p_.query, tile, p_.head_dim, query_rows_ + head);
       finite_ &= this->finite_rows(c_.tangent.query, tile, p_.head_dim, query_tangent_rows_ + head);
       finite_ &= this->finite_rows(g_.grad_output, tile, p_.value_dim, grad_output_rows_ + value);
-      finite_ &= this->finite_rows(c_.grad_output_tangent, tile, p_.value_dim, grad_output_tangent_rows_ + value);
+      finite_ &= this->finite_rows(c_.grad_output_tangent, tile, p_.value_dim,
+                                   grad_output_tangent_rows_ + value);
     }
     memset(slope_sums_, 0, this->stride() * sizeof(T));
   }
@@ -135,23 +145,26 @@ class BackwardTangent : public TangentSweep<T> {
 
   void lane_tile(int64_t t) {
     const CellTile<T> cells = this->cells_of(t);
-    for (T* x : {probs_, probs_tangent_, grad_scores_, grad_scores_tangent_}) this->clear_around(cells, t, x);
+    for (T* x : {probs_, probs_tangent_, grad_scores_, grad_scores_tangent_})
+      this->clear_around(cells, t, x);
     if (cells.empty()) return;
     compute_cells(t, cells, /*before_softcap=*/false);
     const int64_t first = t * kLanes<T>, stride = this->stride();
     T* grad_query = grad_query_ + t * p_.head_dim * kLanes<T>;
     for (int i = 0; i < cells.segments.size; ++i) {
       const Segment& s = cells.segments.segment[i];
-      add_transposed_product<T>(finite_key_, p_.head_dim, s, grad_scores_tangent_ + first, stride, grad_query);
-      add_transposed_product<T>(finite_key_tangent_, p_.head_dim, s, grad_scores_ + first, stride, grad_query);
-    }
-    if (!key_.finite) {
-      this->add_non_finite_keys(cells, p_.key, this->key_row_, p_.head_dim, grad_scores_tangent_ + first, stride,
+      add_transposed_product<T>(finite_key_, p_.head_dim, s, grad_scores_tangent_ + first, stride,
+                                grad_query);
+      add_transposed_product<T>(finite_key_tangent_, p_.head_dim, s, grad_scores_ + first, stride,
                                 grad_query);
     }
+    if (!key_.finite) {
+      this->add_non_finite_keys(cells, p_.key, this->key_row_, p_.head_dim,
+                                grad_scores_tangent_ + first, stride, grad_query);
+    }
     if (!key_tangent_.finite) {
-      this->add_non_finite_keys(cells, c_.tangent.key, this->key_tangent_row_, p_.head_dim, grad_scores_ + first,
-                                stride, grad_query);
+      this->add_non_finite_keys(cells, c_.tangent.key, this->key_tangent_row_, p_.head_dim,
+                                grad_scores_ + first, stride, grad_query);
     }
     if (finite_) return;
     const int64_t head = t * p_.head_dim * kLanes<T>, value = t * p_.value_dim * kLanes<T>;
@@ -164,9 +177,11 @@ class BackwardTangent : public TangentSweep<T> {
     add(grad_output_tangent_lanes_ + value, p_.value_dim, probs_, value_sums_);
   }
 
-  // probs_ = Z P, probs_tangent_ = Z P', grad_scores_ = dU, grad_scores_tangent_ = dU' (dS' if before_softcap).
+  // probs_ = Z P, probs_tangent_ = Z P', grad_scores_ = dU, grad_scores_tangent_ = dU' (dS' if
+  // before_softcap).
   void compute_cells(int64_t t, const CellTile<T>& cells, bool before_softcap) {
-    if (c_.tangent.attn_mask.data) this->pack_cells(c_.tangent.attn_mask, cells, this->mask_tangent_);
+    if (c_.tangent.attn_mask.data)
+      this->pack_cells(c_.tangent.attn_mask, cells, this->mask_tangent_);
     const int64_t first = t * kLanes<T>, stride = this->stride();
     for (int i = 0; i < cells.segments.size; ++i) {
       const Segment& s = cells.segments.segment[i];
@@ -184,13 +199,16 @@ class BackwardTangent : public TangentSweep<T> {
         const ScoreSlope<T> slope = score_slope(score_, dot);
         const Vec<T> moved = load(probs_tangent_ + place), factor = cells.dropout_at(v, k);
         const Vec<T> score_tangent = this->score_tangent(cells, t, v, k, slope.first, moved);
-        const Vec<T> prob_tangent = keep<T>(visible, prob * (score_tangent - load(lse_tangent_ + row)));
+        const Vec<T> prob_tangent =
+            keep<T>(visible, prob * (score_tangent - load(lse_tangent_ + row)));
         const Vec<T> centered = load(grad_scores_ + place) * factor - load(delta_ + row);
-        const Vec<T> centered_tangent = load(grad_scores_tangent_ + place) * factor - load(delta_tangent_ + row);
+        const Vec<T> centered_tangent =
+            load(grad_scores_tangent_ + place) * factor - load(delta_tangent_ + row);
         Vec<T> grad = keep<T>(visible, prob * centered);
         Vec<T> grad_tangent = keep<T>(visible, prob_tangent * centered + prob * centered_tangent);
         if (score_.alibi) {
-          store(slope_sums_ + row, fma(-grad_tangent, cells.distance(v, k), load(slope_sums_ + row)));
+          store(slope_sums_ + row,
+                fma(-grad_tangent, cells.distance(v, k), load(slope_sums_ + row)));
         }
         if (score_.softcap != T(0) && !before_softcap) {
           grad_tangent = slope.first * grad_tangent + slope.second * (moved * score_.scale) * grad;
@@ -207,11 +225,14 @@ class BackwardTangent : public TangentSweep<T> {
 
   void gradients_of_keys() {
     const int64_t stride = this->stride(), head = this->head_padded(), value = this->value_padded();
-    for_key_blocks(tile_, tiles_, first_key_, count_, [&](int64_t k, auto rows, int64_t begin, int64_t end) {
+    for_key_blocks(tile_, tiles_, first_key_, count_,
+                   [&](int64_t k, auto rows, int64_t begin, int64_t end) {
       if (begin == end) return;
-      const auto add = [&](const T* cells, const T* lanes, int64_t columns, const KeySums<T>& sums) {
-        add_product<T, decltype(rows)::value>(cells + k * stride, stride, lanes, columns, begin, begin, end,
-                                              columns, sums.factor, /*is_first=*/false, sums.row(first_key_ + k), sums.stride);
+      const auto add = [&](const T* cells, const T* lanes, int64_t columns,
+                           const KeySums<T>& sums) {
+        add_product<T, decltype(rows)::value>(cells + k * stride, stride, lanes, columns, begin,
+                                              begin, end, columns, sums.factor, /*is_first=*/false,
+                                              sums.row(first_key_ + k), sums.stride);
       };
       add(probs_tangent_, grad_output_rows_, value, value_sums_);
       add(probs_, grad_output_tangent_rows_, value, value_sums_);

@@ -27,7 +27,8 @@ struct Capability {
   bool (*supported)();
 };
 
-// From plain to best. Every processor with AVX2 and FMA has F16C, which not every compiler can ask for.
+// From plain to best. Every processor with AVX2 and FMA has F16C, which not every compiler can ask
+// for.
 const Capability kCapabilities[] = {
     {"baseline", baseline::get, [] { return true; }},
 #if defined(__x86_64__)
@@ -35,10 +36,10 @@ const Capability kCapabilities[] = {
      [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
     {"avx512", avx512::get,
      [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-              __builtin_cpu_supports("fma");
-     }},
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("fma");
+}},
 #endif
 };
 
@@ -52,8 +53,8 @@ const Kernels* choose() {
     if (!wanted || !*wanted || std::strcmp(wanted, c.name) == 0) best = c.get();
   }
   if (!best) {
-    raise("value", "ATTENTION_EXT_CPU_CAPABILITY: expected one of " + valid + " (what this processor and build have), got '" +
-                       wanted + "'");
+    raise("value", "ATTENTION_EXT_CPU_CAPABILITY: expected one of " + valid +
+                       " (what this processor and build have), got '" + wanted + "'");
   }
   return best;
 }

@@ -1,8 +1,8 @@
-// The cells of one lane tile and one kv tile: which are visible, what is added to their scores, what dropout
-// leaves of them. Everything of a cell that does not come from Q, K, V.
+// The cells of one lane tile and one kv tile: which are visible, what is added to their scores,
+// what dropout leaves of them. Everything of a cell that does not come from Q, K, V.
 
-// Lanes' visible intervals relative to a kv tile, as vectors of integers to compare keys with. A lane without a row
-// sees nothing.
+// Lanes' visible intervals relative to a kv tile, as vectors of integers to compare keys with. A
+// lane without a row sees nothing.
 template <class T>
 struct LaneIntervals {
   Mask<T> begin[Tuning::kLaneVectors], end[Tuning::kLaneVectors];
@@ -20,7 +20,8 @@ struct LaneIntervals {
   }
 
  private:
-  static ATTENTION_EXT_INLINE void within(const int64_t* keys, int64_t first_key, int64_t count, Mask<T>& lanes) {
+  static ATTENTION_EXT_INLINE void within(const int64_t* keys, int64_t first_key, int64_t count,
+                                          Mask<T>& lanes) {
     constexpr int w = kWidth<double>;
     typedef typename VecTypes<T>::Int Narrow __attribute__((vector_size(w * sizeof(T))));
     const Mask<double> first = first_key - Mask<double>{}, last = count - Mask<double>{};
@@ -39,8 +40,8 @@ struct LaneIntervals {
 // What the mask tensor says about a lane tile and kv tile.
 enum class MaskTile { kNone, kAllHidden, kMixed };
 
-// A look at the stored bytes of a bool mask: most tiles of a padding, window or block mask hide all or nothing, and
-// need no packing. Bytes are 0 or 1; anything else is kMixed.
+// A look at the stored bytes of a bool mask: most tiles of a padding, window or block mask hide all
+// or nothing, and need no packing. Bytes are 0 or 1; anything else is kMixed.
 class BoolScan {
  public:
   void add(const char* row, int64_t count) {
@@ -81,11 +82,12 @@ inline MaskTile scan_bools(const char* const* row, int64_t rows, int64_t count) 
   return scan.found();
 }
 
-// Fills out[key][lane] with the mask's addends, in powers of two, for the keys [begin, end) of the kv tile at
-// first_key, and says how large they get. kNone if every addend is 0 there, kAllHidden if every one hides.
+// Fills out[key][lane] with the mask's addends, in powers of two, for the keys [begin, end) of the
+// kv tile at first_key, and says how large they get. kNone if every addend is 0 there, kAllHidden
+// if every one hides.
 template <class T>
-inline MaskTile pack_mask(const TensorView& view, const LaneTile<T>& tile, int64_t first_key, int64_t begin,
-                          int64_t end, T* __restrict out, T& largest_addend) {
+inline MaskTile pack_mask(const TensorView& view, const LaneTile<T>& tile, int64_t first_key,
+                          int64_t begin, int64_t end, T* __restrict out, T& largest_addend) {
   constexpr int w = kWidth<T>;
   const int64_t vectors = tile.vectors(), lanes = vectors * w;
   const int64_t skip = (first_key + begin) * view.column_stride * size_of(view.dtype);
@@ -110,7 +112,8 @@ inline MaskTile pack_mask(const TensorView& view, const LaneTile<T>& tile, int64
   } else {
     pack_lanes<T>(rows, lanes, kLanes<T>, out);
   }
-  if (view.dtype == DType::kBool && view.column_stride == 1) return MaskTile::kMixed;  // only 0 and -infinity
+  if (view.dtype == DType::kBool && view.column_stride == 1)
+    return MaskTile::kMixed;  // only 0 and -infinity
   Mask<T> some_shown = {}, some_changed = {};
   Vec<T> largest = {};
   for (int64_t k = 0; k < end - begin; ++k) {
@@ -148,7 +151,7 @@ struct CellTile {
   const LaneIntervals<T> intervals;
   int64_t begin = 0, end = 0;  // keys that the intervals let some row see
   MaskTile mask = MaskTile::kNone;
-  bool trimmed = false;        // the segments leave out what the mask hides from all rows of a vector
+  bool trimmed = false;  // the segments leave out what the mask hides from all rows of a vector
   const T* addend = nullptr;   // [kBlockKV][kLanes], if mask is kMixed; -infinity hides
   T largest_addend = T(0);     // in size, of those that do not hide
   const T* dropout = nullptr;  // [kBlockKV][kLanes], if there is dropout: 0 or 1 / (1 - p)
@@ -199,8 +202,8 @@ struct CellTile {
   ATTENTION_EXT_INLINE Vec<T> exponent(const ScoreParams<T>& score, Vec<T> dot, int v, int64_t key,
                                        Vec<T> reference) const {
     if (score.plain() && mask != MaskTile::kMixed) return plain_exponent(score, dot, reference);
-    return general_exponent(score, dot, addend_at(v, key), load(lanes.slope + v * kWidth<T>), distance(v, key),
-                            reference);
+    return general_exponent(score, dot, addend_at(v, key), load(lanes.slope + v * kWidth<T>),
+                            distance(v, key), reference);
   }
   // One cell, for the rare ones that need care.
   bool cell_visible(int64_t lane, int64_t key) const {
@@ -210,8 +213,9 @@ struct CellTile {
   }
 
  private:
-  // Cuts the segments down to what the mask shows to some row of each vector. Every vector keeps at most one piece
-  // of a segment: a row's sums are those of the whole segment but for zeros, whatever its neighbours see.
+  // Cuts the segments down to what the mask shows to some row of each vector. Every vector keeps at
+  // most one piece of a segment: a row's sums are those of the whole segment but for zeros,
+  // whatever its neighbours see.
   void trim() {
     Segments<T> pieces;
     for (int i = 0; i < segments.size; ++i) {
@@ -230,7 +234,8 @@ struct CellTile {
     trimmed = true;
     segments = pieces;
   }
-  // The keys of the segment that the mask shows to some row of vector v, rounded outwards to whole blocks of rows.
+  // The keys of the segment that the mask shows to some row of vector v, rounded outwards to whole
+  // blocks of rows.
   KeyRange shown(int v, const Segment& s) const {
     constexpr int64_t kRound = 8;
     const auto hidden = [&](int64_t k) {

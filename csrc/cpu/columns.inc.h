@@ -3,8 +3,8 @@
 template <int kPlace>
 using Place = std::integral_constant<int, kPlace>;
 
-// f(place, column, count) for neighbouring vectors of columns; place runs round from 0 to 3, so that sums can
-// go into four registers.
+// f(place, column, count) for neighbouring vectors of columns; place runs round from 0 to 3, so
+// that sums can go into four registers.
 template <class T, class F>
 ATTENTION_EXT_INLINE void for_columns(int64_t columns, F&& f) {
   constexpr int64_t w = kWidth<T>;
@@ -21,7 +21,8 @@ ATTENTION_EXT_INLINE void for_columns(int64_t columns, F&& f) {
 template <class T, int kHalf = kWidth<T> / 2>
 ATTENTION_EXT_INLINE T sum_of_lanes(Vec<T> x) {
   if constexpr (kHalf > 0) {
-    return sum_of_lanes<T, kHalf / 2>(x + swap_lanes<T, kHalf>(x, std::make_index_sequence<kWidth<T>>{}));
+    return sum_of_lanes<T, kHalf / 2>(
+        x + swap_lanes<T, kHalf>(x, std::make_index_sequence<kWidth<T>>{}));
   } else {
     return x[0];
   }
@@ -41,8 +42,8 @@ inline Vec<float> narrow_some(const double* p, int64_t stride, int64_t count) {
   return __builtin_convertvector(some, Vec<float>);
 }
 
-// Columns of a view in whatever type it is stored: of weights and tables, which need not have the type of what
-// they are multiplied with.
+// Columns of a view in whatever type it is stored: of weights and tables, which need not have the
+// type of what they are multiplied with.
 template <class T>
 inline Vec<T> load_other(const TensorView& view, int64_t offset, int64_t count) {
   if constexpr (sizeof(T) == 4) {

@@ -1,7 +1,8 @@
-// Dropout's factors, 0 or 1 / (1 - p), of the cells of a lane tile: philox.h in vectors of 64-bit integers, the words
-// of even and of odd lanes apart until they are compared.
+// Dropout's factors, 0 or 1 / (1 - p), of the cells of a lane tile: philox.h in vectors of 64-bit
+// integers, the words of even and of odd lanes apart until they are compared.
 
-// Several vectors of words for philox, which go through its rounds together: one alone would wait for its products.
+// Several vectors of words for philox, which go through its rounds together: one alone would wait
+// for its products.
 template <int kN>
 struct WideVecs {
   WideVec part[kN];
@@ -29,8 +30,8 @@ struct WideVecs {
   }
 };
 
-// Dropout's factors of W cells, given by query, number of batch element and head, and block of four keys. A cell
-// keeps its weight, divided by 1 - p, where its random word reaches p * 2^32.
+// Dropout's factors of W cells, given by query, number of batch element and head, and block of four
+// keys. A cell keeps its weight, divided by 1 - p, where its random word reaches p * 2^32.
 template <class T>
 struct DropoutCells {
   static constexpr int kParts = 8 / static_cast<int>(sizeof(T));
@@ -48,9 +49,12 @@ struct DropoutCells {
 
   DropoutCells(const AttentionParams& p, const Unit& u)
       : seed(static_cast<uint64_t>(p.dropout.seed[u.batch])),
-        first_place(static_cast<uint64_t>(u.batch % p.dropout.batches_per_pattern) * static_cast<uint64_t>(p.num_heads)),
-        threshold(static_cast<Word>(p.dropout.probability < 1.0 ? p.dropout.probability * 4294967296.0 : 0.0)),
-        kept(static_cast<T>(p.dropout.probability < 1.0 ? 1.0 / (1.0 - p.dropout.probability) : 0.0)) {}
+        first_place(static_cast<uint64_t>(u.batch % p.dropout.batches_per_pattern) *
+                    static_cast<uint64_t>(p.num_heads)),
+        threshold(static_cast<Word>(
+            p.dropout.probability < 1.0 ? p.dropout.probability * 4294967296.0 : 0.0)),
+        kept(static_cast<T>(p.dropout.probability < 1.0 ? 1.0 / (1.0 - p.dropout.probability)
+                                                        : 0.0)) {}
 
   template <class F>
   static ATTENTION_EXT_INLINE Lanes lanes(F&& word_of_lane) {
@@ -69,7 +73,8 @@ struct DropoutCells {
   }
   Rows row(int64_t query, int64_t head) const {
     const uint64_t place = first_place + static_cast<uint64_t>(head);
-    return {Lanes::broadcast(static_cast<uint64_t>(query)), Lanes::broadcast(place), Lanes::broadcast(place >> 32)};
+    return {Lanes::broadcast(static_cast<uint64_t>(query)), Lanes::broadcast(place),
+            Lanes::broadcast(place >> 32)};
   }
 
   // factor[4 * i + k]: of key k of each lane's i-th block.
@@ -85,12 +90,13 @@ struct DropoutCells {
       low_place.part[i] = rows.low_place.part[i % kParts];
       high_place.part[i] = rows.high_place.part[i % kParts];
     }
-    const PhiloxWords<Wide> words = philox<Wide>(
-        seed, key_block, query, low_place, high_place, [](Wide a, uint64_t b) __attribute__((always_inline)) {
+    const PhiloxWords<Wide> words =
+        philox<Wide>(seed, key_block, query, low_place, high_place,
+                     [](Wide a, uint64_t b) __attribute__((always_inline)) {
 #pragma GCC unroll 4
-          for (WideVec& part : a.part) part = multiply_low_halves(part, b - WideVec{});
-          return a;
-        });
+      for (WideVec& part : a.part) part = multiply_low_halves(part, b - WideVec{});
+      return a;
+    });
     const Vec<T> factor_of_kept = broadcast(kept);
 #pragma GCC unroll 8
     for (int i = 0; i < 4 * kBlocks; ++i) {
@@ -113,20 +119,24 @@ struct DropoutCells {
   }
 };
 
-// f(key, its factors) for the rows of vector v and the keys [begin, end) of the kv tile at first_key, a multiple of
-// 4; and for the keys beside them in the same blocks.
+// f(key, its factors) for the rows of vector v and the keys [begin, end) of the kv tile at
+// first_key, a multiple of 4; and for the keys beside them in the same blocks.
 template <class T, class F>
-ATTENTION_EXT_INLINE void for_dropout_factors(const DropoutCells<T>& cells, const LaneTile<T>& tile, int v,
-                                              int64_t first_key, int64_t begin, int64_t end, F&& f) {
-  // As many blocks as the registers hold: 18.1 cycles for a vector of factors against 19.0 with one (AVX-512, 2026).
+ATTENTION_EXT_INLINE void for_dropout_factors(const DropoutCells<T>& cells, const LaneTile<T>& tile,
+                                              int v, int64_t first_key, int64_t begin, int64_t end,
+                                              F&& f) {
+  // As many blocks as the registers hold: 18.1 cycles for a vector of factors against 19.0 with one
+  // (AVX-512, 2026).
   constexpr int kBlocks = Tuning::kVectorBytes == 64 ? 2 : 1;
   constexpr int kKeys = 4 * kBlocks;
-  static_assert(kBlockKV % kKeys == 0 && Tuning::kBackwardBlockKV % kKeys == 0, "a tile ends with a block");
+  static_assert(kBlockKV % kKeys == 0 && Tuning::kBackwardBlockKV % kKeys == 0,
+                "a tile ends with a block");
   const auto rows = cells.rows(tile.queries + v * kWidth<T>, tile.heads + v * kWidth<T>);
   for (int64_t key = begin / kKeys * kKeys; key < end; key += kKeys) {
     typename DropoutCells<T>::Lanes blocks[kBlocks];
     for (int i = 0; i < kBlocks; ++i) {
-      blocks[i] = DropoutCells<T>::Lanes::broadcast(static_cast<uint64_t>((first_key + key) / 4 + i));
+      blocks[i] =
+          DropoutCells<T>::Lanes::broadcast(static_cast<uint64_t>((first_key + key) / 4 + i));
     }
     Vec<T> factor[kKeys];
     cells.factors(blocks, rows, factor);
@@ -137,7 +147,8 @@ ATTENTION_EXT_INLINE void for_dropout_factors(const DropoutCells<T>& cells, cons
 
 // The same for one row and the W keys from first_key on.
 template <class T>
-inline Vec<T> dropout_of_keys(const AttentionParams& p, const Unit& u, int64_t head, int64_t query, int64_t first_key) {
+inline Vec<T> dropout_of_keys(const AttentionParams& p, const Unit& u, int64_t head, int64_t query,
+                              int64_t first_key) {
   typedef DropoutCells<T> Cells;
   const Cells cells(p, u);
   const typename Cells::Lanes block[1] = {

@@ -1,18 +1,21 @@
-// Forward of a unit with few rows against many keys: decoding. At most one vector of rows, so that queries
-// along the lanes would waste most of the work: here keys are along the lanes, and K and V are read along the
-// head, where they lie and as they are stored, each row once for all rows of the unit.
+// Forward of a unit with few rows against many keys: decoding. At most one vector of rows, so that
+// queries along the lanes would waste most of the work: here keys are along the lanes, and K and V
+// are read along the head, where they lie and as they are stored, each row once for all rows of the
+// unit.
 //
-//   1. scores      S[row][key] = q K^T, vectors along the head, then the sums of one vector of keys at a time
+//   1. scores      S[row][key] = q K^T, vectors along the head, then the sums of one vector of keys
+//   at a time
 //   2. modify, 3. hide, 4. softmax   as forward.inc.h, for one row and a vector of keys
 //   5. accumulate  acc[row][column] += P V, vectors along the head
 //
-// Keys are cut into chunks at fixed bounds, whoever computes them; partial results (m, l, acc) merge in order.
+// Keys are cut into chunks at fixed bounds, whoever computes them; partial results (m, l, acc)
+// merge in order.
 //
-// Memory's rate decides where a cache is larger than the processor's: there, while a tile is worked on, the next
-// one is fetched, whole rows in ascending order, K and V by turns.
+// Memory's rate decides where a cache is larger than the processor's: there, while a tile is worked
+// on, the next one is fetched, whole rows in ascending order, K and V by turns.
 
-// Asks for a row's cache lines. As volatile assembly: the compiler keeps the order, which the hardware's own
-// prefetching follows.
+// Asks for a row's cache lines. As volatile assembly: the compiler keeps the order, which the
+// hardware's own prefetching follows.
 ATTENTION_EXT_INLINE void prefetch_row(const char* row, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) {
 #if defined(__x86_64__)
@@ -26,12 +29,13 @@ ATTENTION_EXT_INLINE void prefetch_row(const char* row, int64_t bytes) {
 template <class T>
 class FewRows {
  public:
-  static constexpr int64_t kTile = 32;       // keys: whole vectors in every instruction set
-  static constexpr int64_t kChunk = 512;     // keys
-  static constexpr int kMost = kWidth<T>;    // rows
+  static constexpr int64_t kTile = 32;     // keys: whole vectors in every instruction set
+  static constexpr int64_t kChunk = 512;   // keys
+  static constexpr int kMost = kWidth<T>;  // rows
   static constexpr int kKeys = Tuning::kLaneVectors;  // side by side in step 1
 
-  FewRows(const AttentionParams& params, void* memory) : p_(params), score_(params), arena_(memory) {
+  FewRows(const AttentionParams& params, void* memory)
+      : p_(params), score_(params), arena_(memory) {
     tile_ = arena_.take<LaneTile<T>>(1);
     query_ = arena_.take<T>(kMost * head_padded());
     dots_ = arena_.take<T>(kMost * kTile);
@@ -39,22 +43,28 @@ class FewRows {
     sums_ = arena_.take<T>(kMost * kWidth<T>);
     key_bytes_ = p_.head_dim * size_of(p_.key.dtype);
     value_bytes_ = p_.value_dim * size_of(p_.value.dtype);
-    prefetches_ = p_.num_units() * p_.seqlen_kv * (key_bytes_ + value_bytes_) >= Tuning::kPrefetchBytes;
+    prefetches_ =
+        p_.num_units() * p_.seqlen_kv * (key_bytes_ + value_bytes_) >= Tuning::kPrefetchBytes;
     key_buffer_ = arena_.take<char>(kTile * head_padded() * sizeof(T));
     value_buffer_ = arena_.take<char>(kTile * value_padded() * sizeof(T));
   }
   int64_t scratch_bytes() const { return arena_.used(); }
 
-  static int64_t chunks(const AttentionParams& p) { return p.seqlen_kv > 0 ? (p.seqlen_kv + kChunk - 1) / kChunk : 1; }
+  static int64_t chunks(const AttentionParams& p) {
+    return p.seqlen_kv > 0 ? (p.seqlen_kv + kChunk - 1) / kChunk : 1;
+  }
   // A partial result is m [kMost], l [kMost] and acc [kMost][value_dim, padded].
-  static int64_t partial_size(const AttentionParams& p) { return kMost * (2 + round_up_to_vector<T>(p.value_dim)); }
+  static int64_t partial_size(const AttentionParams& p) {
+    return kMost * (2 + round_up_to_vector<T>(p.value_dim));
+  }
 
   void run(int64_t unit, int64_t chunk, T* partial) {
     start(unit);
     const char* row[kLanes<T>];
     row_addresses(p_.query, p_, unit_, *tile_, row);
     T* const rows = reinterpret_cast<T*>(key_buffer_);
-    copy_rows<T, false>({row, rows_, p_.query.column_stride, p_.head_dim, p_.query.dtype}, rows, head_padded());
+    copy_rows<T, false>({row, rows_, p_.query.column_stride, p_.head_dim, p_.query.dtype}, rows,
+                        head_padded());
     for (int64_t r = 0; r < rows_; ++r) {
       for (int64_t d = 0; d < head_padded(); d += kWidth<T>) {
         store(query_ + d * kMost + r * kWidth<T>, load(rows + r * head_padded() + d));
@@ -63,7 +73,8 @@ class FewRows {
     pass(chunk, partial, /*careful=*/false);
     // 0 * NaN of a hidden value, or overflow: once more, with what is not finite apart.
     Vec<T> difference = {};
-    for (int64_t i = 0; i < rows_ * value_padded(); i += kWidth<T>) difference += load(acc_ + i) - load(acc_ + i);
+    for (int64_t i = 0; i < rows_ * value_padded(); i += kWidth<T>)
+      difference += load(acc_ + i) - load(acc_ + i);
     if (any(Mask<T>(difference != T(0)))) pass(chunk, partial, /*careful=*/true);
   }
 
@@ -81,7 +92,8 @@ class FewRows {
     T* acc = partial + 2 * kMost;
     for (int64_t i = 0; i < count; ++i) {
       const Vec<T> sum = load(partial + i * size + kMost);
-      const Vec<T> share = keep<T>(sum != T(0), exp2_or_zero<T>(load(partial + i * size) - reference));
+      const Vec<T> share =
+          keep<T>(sum != T(0), exp2_or_zero<T>(load(partial + i * size) - reference));
       state.sum += sum * share;
       if (count == 1) break;
       for (int64_t r = 0; r < rows_; ++r) {
@@ -100,7 +112,8 @@ class FewRows {
     const char* row[kLanes<T>];
     row_addresses(p_.output, p_, unit_, *tile_, row);
     for (int64_t r = 0; r < rows_; ++r) {
-      store_rows(p_.output, row[r], 1, p_.value_dim, acc + r * value_padded(), result.output_factor[r]);
+      store_rows(p_.output, row[r], 1, p_.value_dim, acc + r * value_padded(),
+                 result.output_factor[r]);
     }
     write_statistics(p_, unit_, *tile_, score_.drawn, &result);
   }
@@ -115,7 +128,8 @@ class FewRows {
     rows_ = tile_->count;
   }
 
-  // One chunk of keys. Careful: NaN and infinity among the values only reach the rows that see them.
+  // One chunk of keys. Careful: NaN and infinity among the values only reach the rows that see
+  // them.
   void pass(int64_t chunk, T* partial, bool careful) {
     reference_ = partial;
     acc_ = partial + 2 * kMost;
@@ -162,16 +176,19 @@ class FewRows {
   // Steps 1 to 5 for one kv tile.
   void attend(const TileRows& tile, bool careful) {
     count_ = tile.count;
-    with_rows(p_.key, p_.head_dim, tile.key, false, key_buffer_, [&](auto* const* rows) { scores(rows); });
+    with_rows(p_.key, p_.head_dim, tile.key, false, key_buffer_,
+              [&](auto* const* rows) { scores(rows); });
     for (int64_t r = 0; r < rows_; ++r) softmax(r);
-    with_rows(p_.value, p_.value_dim, tile.value, careful, value_buffer_, [&](auto* const* rows) { accumulate(rows); });
+    with_rows(p_.value, p_.value_dim, tile.value, careful, value_buffer_,
+              [&](auto* const* rows) { accumulate(rows); });
     if (careful) add_non_finite_values(tile.value);
   }
 
-  // f(rows) for rows that can be read as whole vectors: in place where neighbouring elements fill some, else
-  // copied, on request with 0 for NaN and infinity. What is read is the same to the bit.
+  // f(rows) for rows that can be read as whole vectors: in place where neighbouring elements fill
+  // some, else copied, on request with 0 for NaN and infinity. What is read is the same to the bit.
   template <class F>
-  void with_rows(const TensorView& view, int64_t columns, const char* const* row, bool finite, char* buffer, F&& f) {
+  void with_rows(const TensorView& view, int64_t columns, const char* const* row, bool finite,
+                 char* buffer, F&& f) {
     const int64_t padded = round_up_to_vector<T>(columns);
     dispatch_storage<T>(view.dtype, [&](auto* tag) {
       using S = typename std::remove_pointer<decltype(tag)>::type;
@@ -195,8 +212,8 @@ class FewRows {
     });
   }
 
-  // Step 1, for as many rows and keys at a time as have one vector of products. What lies beyond the tile's end
-  // repeats its last key.
+  // Step 1, for as many rows and keys at a time as have one vector of products. What lies beyond
+  // the tile's end repeats its last key.
   template <class S>
   void scores(const S* const* key) {
     int64_t r = 0;
@@ -216,7 +233,8 @@ class FewRows {
       if (r == 0) prefetch(k / 2, (keys + 1) / 2);
       alignas(64) T dots[kWidth<T>];  // [kRows][keys]
       store(dots, products<kRows, keys>(key, k, r));
-      for (int q = 0; q < kRows; ++q) memcpy(dots_ + (r + q) * kTile + k, dots + q * keys, keys * sizeof(T));
+      for (int q = 0; q < kRows; ++q)
+        memcpy(dots_ + (r + q) * kTile + k, dots + q * keys, keys * sizeof(T));
     }
   }
   template <int kRows, int kCount, class S>
@@ -240,7 +258,8 @@ class FewRows {
         for (int q = 0; q < kRows; ++q) {
           const Vec<T> y = load(query + d * kMost + q * w);
 #pragma GCC unroll 4
-          for (int j = 0; j < side; ++j) sum[q * kCount + i + j] = fma(x[j], y, sum[q * kCount + i + j]);
+          for (int j = 0; j < side; ++j)
+            sum[q * kCount + i + j] = fma(x[j], y, sum[q * kCount + i + j]);
         }
       }
     }
@@ -285,10 +304,11 @@ class FewRows {
       } else {
         Vec<T> addend = {};
         if (p_.attn_mask.data) addend = draw_together<T>(mask_values(r, k)) * kLog2E<T>;
-        const Vec<T> key = __builtin_convertvector(key_numbers(k), Vec<T>) + static_cast<T>(first_key_);
+        const Vec<T> key =
+            __builtin_convertvector(key_numbers(k), Vec<T>) + static_cast<T>(first_key_);
         const Vec<T> distance = tile_->position[r] - key;
-        x = general_exponent(score_, x, addend, broadcast(tile_->slope[r]), distance < T(0) ? -distance : distance,
-                             reference);
+        x = general_exponent(score_, x, addend, broadcast(tile_->slope[r]),
+                             distance < T(0) ? -distance : distance, reference);
       }
       if (!whole) {
         const Mask<T> key = key_numbers(k);
@@ -321,7 +341,8 @@ class FewRows {
   Vec<T> mask_values(int64_t r, int64_t k) const {
     const TensorView& view = p_.attn_mask;
     const int64_t left = count_ - k, keys = left < kWidth<T> ? left : kWidth<T>;
-    const char* place = tile_->mask_row[r] + (first_key_ + k) * view.column_stride * size_of(view.dtype);
+    const char* place =
+        tile_->mask_row[r] + (first_key_ + k) * view.column_stride * size_of(view.dtype);
     Vec<T> x = {};
     dispatch_storage<T>(view.dtype, [&](auto* tag) {
       using S = typename std::remove_pointer<decltype(tag)>::type;
@@ -412,7 +433,7 @@ class FewRows {
   Unit unit_{};
   LaneTile<T>* tile_;  // the unit's rows
   int64_t rows_ = 0;
-  T* query_;           // [head_dim, padded, in vectors][kMost][W]
+  T* query_;  // [head_dim, padded, in vectors][kMost][W]
 
   // The partial result.
   T* reference_ = nullptr;  // [kMost]
@@ -424,8 +445,8 @@ class FewRows {
   TileRows next_;
   int64_t key_bytes_, value_bytes_;  // of a row
   bool prefetches_;
-  T* dots_;          // [kMost][kTile]: q K^T
-  T* probs_;         // [kMost][kTile]: exponents, then P
+  T* dots_;             // [kMost][kTile]: q K^T
+  T* probs_;            // [kMost][kTile]: exponents, then P
   char* key_buffer_;    // [kTile][head_dim, padded], as stored
   char* value_buffer_;  // [kTile][value_dim, padded]
 };

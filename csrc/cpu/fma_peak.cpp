@@ -12,11 +12,13 @@
 namespace attention_ext {
 namespace {
 
-// GFLOP/s of float32 multiply-adds inside the registers, all of torch's threads together, for about so many
-// seconds. Each thread times itself: one that starts late, since its core is busy, counts as if it ran.
+// GFLOP/s of float32 multiply-adds inside the registers, all of torch's threads together, for about
+// so many seconds. Each thread times itself: one that starts late, since its core is busy, counts
+// as if it ran.
 double fma_peak(double seconds) {
   if (!(seconds > 0 && seconds <= 10)) {
-    raise("value", "fma_peak: expected seconds above 0 and at most 10, got " + std::to_string(seconds));
+    raise("value",
+          "fma_peak: expected seconds above 0 and at most 10, got " + std::to_string(seconds));
   }
   constexpr int64_t kRounds = 4096;  // between two looks at the clock: some 10 microseconds
   const Kernels& kernel = kernels();

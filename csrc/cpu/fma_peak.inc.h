@@ -1,7 +1,8 @@
-// How fast a core multiplies and adds at best: chains that depend on nothing but themselves and never leave the
-// registers. `bench` measures calls by it.
+// How fast a core multiplies and adds at best: chains that depend on nothing but themselves and
+// never leave the registers. `bench` measures calls by it.
 
-constexpr int kChains = 12;  // two units, latency 4 or 5, and some to spare; with the operands they fit 16 registers
+constexpr int kChains =
+    12;  // two units, latency 4 or 5, and some to spare; with the operands they fit 16 registers
 constexpr int64_t kMultiplyAddsPerRound = kChains * kWidth<float>;
 
 // A multiply-add on every chain in each round; the result depends on all of them.

@@ -2,7 +2,8 @@
 //
 //   output = dropout(softmax(score(scale * Q K^T))) V,   lse = log sum exp(score)        per row
 //
-// for each kv tile (kBlockKV keys at fixed bounds, read or converted once for the whole super-block):
+// for each kv tile (kBlockKV keys at fixed bounds, read or converted once for the whole
+// super-block):
 //   for each lane tile (kLanes rows, queries along the lanes):
 //     1. scores      S^T[key][lane] = K Q^T
 //     2. modify      x = score(S) * log2(e) - m              (score.inc.h)
@@ -11,9 +12,9 @@
 //     5. accumulate  acc^T[column][lane] += V^T dropout(P^T)
 // then output = acc / l, transposed back into the caller's layout.
 //
-// Where |q||k| and the mask's addends bound every score of the tile and nothing else modifies them, no m can move
-// and steps 1 to 4 are one pass with the scores in registers; otherwise they are three passes over a tile in the L1
-// cache, with the same bits for every row.
+// Where |q||k| and the mask's addends bound every score of the tile and nothing else modifies them,
+// no m can move and steps 1 to 4 are one pass with the scores in registers; otherwise they are
+// three passes over a tile in the L1 cache, with the same bits for every row.
 
 template <class T>
 class Forward {
@@ -44,8 +45,10 @@ class Forward {
     const int64_t left = (unit_.rows(p_) - first_row + kLanes<T> - 1) / kLanes<T>;
     if (left <= 0) return;  // a shorter sequence than the longest
     const int64_t tiles = left < tiles_ ? left : tiles_;
-    for (int64_t t = 0; t < tiles; ++t) describe_lanes(p_, unit_, first_row + t * kLanes<T>, tile_[t]);
-    const int64_t begin = tile_[0].keys().begin / kBlockKV * kBlockKV, stop = tile_[tiles - 1].keys().end;
+    for (int64_t t = 0; t < tiles; ++t)
+      describe_lanes(p_, unit_, first_row + t * kLanes<T>, tile_[t]);
+    const int64_t begin = tile_[0].keys().begin / kBlockKV * kBlockKV,
+                  stop = tile_[tiles - 1].keys().end;
     for (int64_t t = 0; t < tiles; ++t) start(t);
     for (int64_t k = begin; k < stop; k += kBlockKV) {
       first_key_ = k;
@@ -65,8 +68,8 @@ class Forward {
     row_addresses(p_.query, p_, unit_, tile, row);
     T* query = query_ + t * p_.head_dim * kLanes<T>;
     alignas(64) T norm2[kLanes<T>];
-    pack_lanes<T>({row, tile.count, p_.query.column_stride, p_.head_dim, p_.query.dtype}, kLanes<T>, kLanes<T>, query,
-                  norm2);
+    pack_lanes<T>({row, tile.count, p_.query.column_stride, p_.head_dim, p_.query.dtype}, kLanes<T>,
+                  kLanes<T>, query, norm2);
     Vec<T> largest = {};
     for (int v = 0; v < kVectors; ++v) {
       const Vec<T> x = load(norm2 + v * kWidth<T>);
@@ -82,10 +85,10 @@ class Forward {
   void stage() {
     if (staged_) return;
     staged_ = true;
-    key_ = stage_keys<T>(p_, unit_, p_.key, p_.key_group, first_key_, count_, p_.head_dim, Stage::kNorm, key_buffer_,
-                         value_row_);
-    value_ = stage_keys<T>(p_, unit_, p_.value, p_.value_group, first_key_, count_, p_.value_dim, Stage::kFiniteCopy,
-                           value_buffer_, value_row_);
+    key_ = stage_keys<T>(p_, unit_, p_.key, p_.key_group, first_key_, count_, p_.head_dim,
+                         Stage::kNorm, key_buffer_, value_row_);
+    value_ = stage_keys<T>(p_, unit_, p_.value, p_.value_group, first_key_, count_, p_.value_dim,
+                           Stage::kFiniteCopy, value_buffer_, value_row_);
   }
 
   // Steps 1 to 5 for one lane tile and the current kv tile.
@@ -101,7 +104,8 @@ class Forward {
     const bool bounded = bound > T(0) && query_norm2_[t] * key_.norm2 <= bound * bound;
     Vec<T> tile_sum[kVectors] = {};
     if (bounded && score_.plain() && p_.head_dim <= kBlockDepth) {
-      for (int s = 0; s < cells.segments.size; ++s) bounded_probs(t, cells.segments.segment[s], cells, tile_sum);
+      for (int s = 0; s < cells.segments.size; ++s)
+        bounded_probs(t, cells.segments.segment[s], cells, tile_sum);
     } else {
       general_probs(t, cells, tile_sum);
     }
@@ -123,14 +127,15 @@ class Forward {
     with_constant<kVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
       with_flag(s.partial, [&](auto partial) {
         with_flag(cells.mask == MaskTile::kMixed, [&](auto masked) {
-          bounded_probs<decltype(vectors)::value, decltype(partial)::value, decltype(masked)::value>(t, s, cells,
-                                                                                                     tile_sum);
+          bounded_probs<decltype(vectors)::value, decltype(partial)::value,
+                        decltype(masked)::value>(t, s, cells, tile_sum);
         });
       });
     });
   }
   template <int kN, bool kPartial, bool kMasked>
-  __attribute__((noinline)) void bounded_probs(int64_t t, const Segment& s, const CellTile<T>& cells, Vec<T>* tile_sum) {
+  __attribute__((noinline)) void bounded_probs(int64_t t, const Segment& s,
+                                               const CellTile<T>& cells, Vec<T>* tile_sum) {
     // Local copies: the stores below might change members, for all that the compiler knows.
     const int first_vector = s.first_vector;
     const SoftmaxState<T>* const state = state_ + t * kVectors + first_vector;
@@ -141,10 +146,12 @@ class Forward {
     const StagedRows<T> key = key_;
     const ScoreParams<T> score = score_;
     const int64_t head_dim = p_.head_dim;
-    for_row_blocks<kBlockRows<kN>>(s.begin, s.end, [&](int64_t k, auto rows) __attribute__((always_inline)) {
+    for_row_blocks<kBlockRows<kN>>(s.begin, s.end,
+                                   [&](int64_t k, auto rows) __attribute__((always_inline)) {
       constexpr int kRows = decltype(rows)::value;
       Vec<T> dot[kRows][kN];
-      broadcast_rows<T, kRows, kN>(key.data + k * key.stride, key.stride, query, kLanes<T>, head_dim, dot);
+      broadcast_rows<T, kRows, kN>(key.data + k * key.stride, key.stride, query, kLanes<T>,
+                                   head_dim, dot);
       Vec<T> sum[kN];
       for (int v = 0; v < kN; ++v) sum[v] = total[v];
 #pragma GCC unroll 16
@@ -198,8 +205,8 @@ class Forward {
     }
   }
 
-  // m += shift, and everything that was relative to m follows, if some lane's must. Lanes with shift 0 keep
-  // their bits.
+  // m += shift, and everything that was relative to m follows, if some lane's must. Lanes with
+  // shift 0 keep their bits.
   bool move_reference(int64_t t, int v, Vec<T> largest) {
     SoftmaxState<T>& state = state_[t * kVectors + v];
     const Vec<T> shift = reference_shift(state, largest);
@@ -209,7 +216,8 @@ class Forward {
     state.reference += shift;
     state.sum *= factor;
     T* acc = acc_ + t * p_.value_dim * kLanes<T> + v * kWidth<T>;
-    for (int64_t c = 0; c < p_.value_dim; ++c) store(acc + c * kLanes<T>, load(acc + c * kLanes<T>) * factor);
+    for (int64_t c = 0; c < p_.value_dim; ++c)
+      store(acc + c * kLanes<T>, load(acc + c * kLanes<T>) * factor);
     return true;
   }
 
@@ -221,7 +229,8 @@ class Forward {
       highest = maximum(state[v].reference, highest);
       lowest_negated = maximum(-state[v].reference, lowest_negated);
     }
-    const T low = kReach<T> - horizontal_max<T>(lowest_negated), high = kReach<T> - horizontal_max<T>(highest);
+    const T low = kReach<T> - horizontal_max<T>(lowest_negated),
+            high = kReach<T> - horizontal_max<T>(highest);
     query_bound_[t] = low < high ? low : high;
   }
 
@@ -245,7 +254,8 @@ class Forward {
     for (int v = 0; v < tile_[t].vectors(); ++v) {
       const KeyRange keys = cells.keys_of(v);
       T* const column = probs_ + v * kWidth<T>;
-      for_dropout_factors(dropout, tile_[t], v, first_key_, keys.begin, keys.end, [=](int64_t k, Vec<T> factor) {
+      for_dropout_factors(dropout, tile_[t], v, first_key_, keys.begin, keys.end,
+                          [=](int64_t k, Vec<T> factor) {
         T* cell = column + k * kLanes<T>;
         store(cell, load(cell) * factor);
       });
@@ -275,7 +285,8 @@ class Forward {
     if (p_.sinks.data) read_sinks(p_, unit_, tile, sink);
     for (int v = 0; v < kVectors; ++v) {
       const SoftmaxState<T>& state = state_[t * kVectors + v];
-      result[v] = p_.sinks.data ? softmax_result(state, load(sink + v * kWidth<T>)) : softmax_result(state);
+      result[v] =
+          p_.sinks.data ? softmax_result(state, load(sink + v * kWidth<T>)) : softmax_result(state);
       store(factor + v * kWidth<T>, result[v].output_factor);
     }
     const char* row[kLanes<T>];
@@ -292,20 +303,20 @@ class Forward {
   Unit unit_{};
 
   // Per lane tile of the super-block.
-  LaneTile<T>* tile_;         // [tiles]
-  SoftmaxState<T>* state_;    // [tiles][kVectors]
-  T* query_bound_;            // [tiles]: |q||k| up to here moves no reference
-  T* query_norm2_;            // [tiles]: largest |q|^2, in powers of two
-  T* query_;                  // [tiles][head_dim][kLanes]
-  T* acc_;                    // [tiles][value_dim][kLanes]
+  LaneTile<T>* tile_;       // [tiles]
+  SoftmaxState<T>* state_;  // [tiles][kVectors]
+  T* query_bound_;          // [tiles]: |q||k| up to here moves no reference
+  T* query_norm2_;          // [tiles]: largest |q|^2, in powers of two
+  T* query_;                // [tiles][head_dim][kLanes]
+  T* acc_;                  // [tiles][value_dim][kLanes]
 
   // Of the current kv tile.
   int64_t first_key_ = 0, count_ = 0;
   bool staged_ = false;
   StagedRows<T> key_{}, value_{};
   const char* value_row_[kBlockKV];
-  T* probs_;                  // [kBlockKV][kLanes]: raw scores, exponents, then P^T
-  T* addend_;                 // [kBlockKV][kLanes]: the mask
-  T* key_buffer_;             // [kBlockKV][head_dim, padded]
-  T* value_buffer_;           // [kBlockKV][value_dim, padded]
+  T* probs_;         // [kBlockKV][kLanes]: raw scores, exponents, then P^T
+  T* addend_;        // [kBlockKV][kLanes]: the mask
+  T* key_buffer_;    // [kBlockKV][head_dim, padded]
+  T* value_buffer_;  // [kBlockKV][value_dim, padded]
 };

@@ -29,8 +29,8 @@ int64_t num_elements(const TensorInfo& t) {
   return n;
 }
 
-// Linear index, among the batch elements of a tensor with its own sizes, of the call's batch element b. The
-// tensor's last batch dimension is the `last`-th from the end.
+// Linear index, among the batch elements of a tensor with its own sizes, of the call's batch
+// element b. The tensor's last batch dimension is the `last`-th from the end.
 int64_t own_batch(const AttentionParams& p, const TensorInfo& own, int64_t last, int64_t b) {
   int64_t index = 0, step = 1;
   for (int64_t d = p.batch_dims - 1; d >= 0; --d) {
@@ -75,11 +75,12 @@ Tensor in_accumulation_type(const Tensor& t) {
 template <class T>
 double sink_share(T sink, const T* state) {
   if (state[1] == T(0)) return 0.0;
-  return std::exp2(draw_together<T>(sink) * 1.4426950408889634074 - static_cast<double>(state[0])) / state[1];
+  return std::exp2(draw_together<T>(sink) * 1.4426950408889634074 - static_cast<double>(state[0])) /
+         state[1];
 }
 
-// Sums f(rows, row, i) over the rows of a contiguous (*batch, heads, seqlen_q) tensor, packed (total, heads),
-// into element i of a tensor (heads,) or (*batch, heads) with its own batch sizes.
+// Sums f(rows, row, i) over the rows of a contiguous (*batch, heads, seqlen_q) tensor, packed
+// (total, heads), into element i of a tensor (heads,) or (*batch, heads) with its own batch sizes.
 template <class F>
 void sum_rows(const Call& call, const Tensor& rows, Tensor& into, F&& f) {
   const AttentionParams& p = call.params;
@@ -123,26 +124,31 @@ int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / mult
 
 double multiply_adds(const AttentionParams& p) {
   const double pairs = static_cast<double>(p.num_units()) * p.rows_per_unit() * p.seqlen_kv;
-  return pairs * (p.head_dim + p.value_dim) * (p.visibility.right == Visibility::kUnlimited ? 1.0 : 0.5);
+  return pairs * (p.head_dim + p.value_dim) *
+         (p.visibility.right == Visibility::kUnlimited ? 1.0 : 0.5);
 }
 
-TensorView output_like_view(const Call& call, const char* name, const std::optional<Tensor>& t, const Tensor& output) {
+TensorView output_like_view(const Call& call, const char* name, const std::optional<Tensor>& t,
+                            const Tensor& output) {
   if (!t) return {};
   check_like(info(name, *t), info("output", output));
   return view_of(*t, call, call.params.num_heads);
 }
-TensorView lse_like_view(const Call& call, const char* name, const std::optional<Tensor>& t, const Tensor& output) {
+TensorView lse_like_view(const Call& call, const char* name, const std::optional<Tensor>& t,
+                         const Tensor& output) {
   if (!t) return {};
   int64_t sizes[kMaxDims];
   const int64_t dim = call.output_shape(-1, sizes);
-  check_like(info(name, *t), {"this call's lse", accumulation_type(output.scalar_type()), dim, sizes});
+  check_like(info(name, *t),
+             {"this call's lse", accumulation_type(output.scalar_type()), dim, sizes});
   return row_view_of(*t, call);
 }
 
 void set_state(Call& call, const Tensor& query, const Tensor& state) {
   int64_t sizes[kMaxDims];
   const int64_t dim = call.output_shape(2, sizes);
-  check_like(info("state", state), {"this call's state", accumulation_type(query.scalar_type()), dim, sizes});
+  check_like(info("state", state),
+             {"this call's state", accumulation_type(query.scalar_type()), dim, sizes});
   call.params.state = view_of(state, call, call.params.num_heads);
 }
 
@@ -154,12 +160,13 @@ void set_results(Call& call, const Tensor& output, const Tensor& state) {
   set_state(call, output, state);
 }
 
-Gradients::Target Gradients::make_target(const Call& call, const Tensor& input, int64_t slices, int64_t rows,
-                                         int64_t columns) {
+Gradients::Target Gradients::make_target(const Call& call, const Tensor& input, int64_t slices,
+                                         int64_t rows, int64_t columns) {
   const AttentionParams& p = call.params;
   const TensorInfo own = info("input", input);
   const int64_t heads = own.from_end(call.packed ? 2 : 3);
-  Target target{empty_laid_out_like(input, own.dim, own.size, input.scalar_type()), std::nullopt, {}};
+  Target target{
+      empty_laid_out_like(input, own.dim, own.size, input.scalar_type()), std::nullopt, {}};
   if (call.packed) zero(target.grad);  // slack rows
   int64_t batches = 1;
   for (int64_t i = 4; i <= own.dim; ++i) batches *= own.from_end(i);
@@ -179,7 +186,8 @@ Gradients::Target Gradients::make_target(const Call& call, const Tensor& input, 
     sizes[p.batch_dims] = slices;
     sizes[p.batch_dims + 1] = rows;
     sizes[p.batch_dims + 2] = columns;
-    target.temporary = empty_contiguous(input, p.batch_dims + 3, sizes, accumulation_type(input.scalar_type()));
+    target.temporary =
+        empty_contiguous(input, p.batch_dims + 3, sizes, accumulation_type(input.scalar_type()));
   }
   target.view = view_of(*target.temporary, call, slices);
   return target;
@@ -197,7 +205,8 @@ void Gradients::sum(const Call& call, Target& target) {
     T* out = data_of<T>(sum);
     for (int64_t i = 0; i < num_elements(own); ++i) {
       T total = T(0);
-      for (int64_t j = 0; j < share; ++j) total += in[(i / columns * share + j) * columns + i % columns];
+      for (int64_t j = 0; j < share; ++j)
+        total += in[(i / columns * share + j) * columns + i % columns];
       out[i] = total;
     }
   });
@@ -206,10 +215,14 @@ void Gradients::sum(const Call& call, Target& target) {
 
 Gradients::Gradients(const Call& call, const Tensor& query, const Tensor& key, const Tensor& value,
                      const AttentionOptions& options)
-    : query_(make_target(call, query, call.params.num_heads, call.params.seqlen_q, call.params.head_dim)),
-      key_(make_target(call, key, call.params.units_per_batch(), call.params.seqlen_kv, call.params.head_dim)),
-      value_(make_target(call, value, call.params.units_per_batch(), call.params.seqlen_kv, call.params.value_dim)) {
-  if (options.alibi_slopes) slopes_ = like(*options.alibi_slopes, options.alibi_slopes->scalar_type());
+    : query_(make_target(call, query, call.params.num_heads, call.params.seqlen_q,
+                         call.params.head_dim)),
+      key_(make_target(call, key, call.params.units_per_batch(), call.params.seqlen_kv,
+                       call.params.head_dim)),
+      value_(make_target(call, value, call.params.units_per_batch(), call.params.seqlen_kv,
+                         call.params.value_dim)) {
+  if (options.alibi_slopes)
+    slopes_ = like(*options.alibi_slopes, options.alibi_slopes->scalar_type());
   if (options.sinks) sinks_ = like(*options.sinks, options.sinks->scalar_type());
   int64_t sizes[kMaxDims];
   const int64_t dim = call.output_shape(-1, sizes);
@@ -240,9 +253,11 @@ void Gradients::sum_sinks(const Call& call, const Tensor& state, const Attention
 }
 
 void Gradients::sum_sink_tangents(const Call& call, const Tensor& state, const Tensor& lse_tangent,
-                                  const Tensor& delta_tangent, const std::optional<Tensor>& sinks_tangent,
+                                  const Tensor& delta_tangent,
+                                  const std::optional<Tensor>& sinks_tangent,
                                   const AttentionOptions& options) {
-  const Tensor logits = in_accumulation_type(*options.sinks), dense = dense_copy(state), moved = dense_copy(lse_tangent);
+  const Tensor logits = in_accumulation_type(*options.sinks), dense = dense_copy(state),
+               moved = dense_copy(lse_tangent);
   const std::optional<Tensor> direction =
       sinks_tangent ? std::optional<Tensor>(in_accumulation_type(*sinks_tangent)) : std::nullopt;
   sum_rows(call, *delta, *sinks_, [&](auto* deltas, int64_t row, int64_t head) {
@@ -261,7 +276,8 @@ Gradients::Result Gradients::finish(const Call& call) {
       sum(call, *target);
     }
   }
-  return {std::move(query_.grad), std::move(key_.grad), std::move(value_.grad), std::move(slopes_), std::move(sinks_)};
+  return {std::move(query_.grad), std::move(key_.grad), std::move(value_.grad), std::move(slopes_),
+          std::move(sinks_)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> all_results(Gradients::Result result) {
@@ -270,7 +286,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> all_results(Gradients::Result
     return t ? std::move(*t) : empty_contiguous(result.query, 1, &none, result.query.scalar_type());
   };
   Tensor slopes = or_empty(result.slopes), sinks = or_empty(result.sinks);
-  return {std::move(result.query), std::move(result.key), std::move(result.value), std::move(slopes), std::move(sinks)};
+  return {std::move(result.query), std::move(result.key), std::move(result.value),
+          std::move(slopes), std::move(sinks)};
 }
 
 Tensor mask_gradient(MaskGradParams& m, const Call& call, const Tensor& attn_mask,
@@ -285,7 +302,8 @@ Tensor mask_gradient(MaskGradParams& m, const Call& call, const Tensor& attn_mas
     zero(grad);
     return grad;
   }
-  for (int64_t d = 0; d < p.batch_dims; ++d) m.shared_batch[d] = own.from_end(3 + p.batch_dims - d) == 1;
+  for (int64_t d = 0; d < p.batch_dims; ++d)
+    m.shared_batch[d] = own.from_end(3 + p.batch_dims - d) == 1;
   m.shared_heads = own.from_end(3) == 1;
   m.shared_rows = own.from_end(2) == 1;
   m.shared_columns = own.from_end(1) == 1;
@@ -293,7 +311,8 @@ Tensor mask_gradient(MaskGradParams& m, const Call& call, const Tensor& attn_mas
   const int64_t tasks = kernel.tasks(m), workers = num_workers(tasks, work);
   const int64_t bytes = round_up(kernel.scratch(m), 4096);
   const Scratch scratch(bytes * workers);
-  run_tasks(tasks, workers, [&](int64_t task, int64_t worker) { kernel.run(m, task, scratch.at(worker * bytes)); });
+  run_tasks(tasks, workers,
+            [&](int64_t task, int64_t worker) { kernel.run(m, task, scratch.at(worker * bytes)); });
   return grad;
 }
 

@@ -1,4 +1,5 @@
-// The functions that an instruction set provides: serial, torch-free, scratch passed in. The glue brings threads.
+// The functions that an instruction set provides: serial, torch-free, scratch passed in. The glue
+// brings threads.
 #pragma once
 
 #include <cstdint>
@@ -24,9 +25,10 @@ struct TaskKernel {
   void (*run)(const Params& params, int64_t task, void* scratch);
 };
 
-// Each unit has parts(params, unit) parts, at most most_parts(params), fixed by its sizes alone. run() overwrites the accumulator (dK and dV of the
-// unit) with one part's sums; the parts are added in order, the last one first, then stored. The run of a lone part
-// may sum in the gradients themselves; then store() has nothing to do.
+// Each unit has parts(params, unit) parts, at most most_parts(params), fixed by its sizes alone.
+// run() overwrites the accumulator (dK and dV of the unit) with one part's sums; the parts are
+// added in order, the last one first, then stored. The run of a lone part may sum in the gradients
+// themselves; then store() has nothing to do.
 template <class Params>
 struct PartKernel {
   int64_t (*most_parts)(const Params& params);
@@ -43,14 +45,18 @@ struct KernelTable {
   // Tasks of up to forward_rows(p) neighbouring rows of a unit, in any order and size.
   int64_t (*forward_rows)(const AttentionParams& p);
   int64_t (*forward_scratch)(const AttentionParams& p, int64_t rows);
-  void (*forward)(const AttentionParams& p, int64_t unit, int64_t first_row, int64_t rows, void* scratch);
+  void (*forward)(const AttentionParams& p, int64_t unit, int64_t first_row, int64_t rows,
+                  void* scratch);
 
-  // Units with at most few_rows rows: tasks are chunks of keys, merged unit by unit from partial results.
+  // Units with at most few_rows rows: tasks are chunks of keys, merged unit by unit from partial
+  // results.
   int64_t few_rows;
   int64_t (*few_rows_chunks)(const AttentionParams& p);
   int64_t (*few_rows_scratch)(const AttentionParams& p);
-  int64_t (*partial_bytes)(const AttentionParams& p);  // of one chunk; a unit's chunks follow each other
-  void (*few_rows_chunk)(const AttentionParams& p, int64_t unit, int64_t chunk, void* partial, void* scratch);
+  int64_t (*partial_bytes)(
+      const AttentionParams& p);  // of one chunk; a unit's chunks follow each other
+  void (*few_rows_chunk)(const AttentionParams& p, int64_t unit, int64_t chunk, void* partial,
+                         void* scratch);
   void (*few_rows_merge)(const AttentionParams& p, int64_t unit, void* partials, void* scratch);
 
   RowKernel<WeightsParams> weights;
@@ -63,10 +69,12 @@ struct KernelTable {
   int64_t (*accumulator_bytes)(const AttentionParams& p);
   void (*add_accumulator)(const AttentionParams& p, void* into, const void* from);
 
-  // Beside attention: any rows, each by itself. The norm's weight has a gradient for each block of rows.
+  // Beside attention: any rows, each by itself. The norm's weight has a gradient for each block of
+  // rows.
   void (*rotate)(const RotaryParams& r, const RotaryRows& rows);
   void (*rms_norm)(const RmsNormParams& p, int64_t first_row, int64_t rows);
-  void (*rms_norm_backward)(const RmsNormParams& p, int64_t first_row, int64_t rows, void* weight_sums);
+  void (*rms_norm_backward)(const RmsNormParams& p, int64_t first_row, int64_t rows,
+                            void* weight_sums);
   void (*add_weight_sums)(const RmsNormParams& p, const void* weight_sums, int64_t blocks);
   void (*swiglu)(const SwigluParams& p, int64_t first_row, int64_t rows);
   void (*swiglu_backward)(const SwigluParams& p, int64_t first_row, int64_t rows);

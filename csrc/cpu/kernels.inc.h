@@ -1,6 +1,6 @@
-// Everything that an instruction set is made of, in its own namespace; kernels_<set>.cpp includes this after
-// its vec_<set>.h. No torch header, no standard container, no static initialiser: only get() leaves the unit.
-// ATTENTION_EXT_ISA, the set's name, comes from csrc/flags.txt.
+// Everything that an instruction set is made of, in its own namespace; kernels_<set>.cpp includes
+// this after its vec_<set>.h. No torch header, no standard container, no static initialiser: only
+// get() leaves the unit. ATTENTION_EXT_ISA, the set's name, comes from csrc/flags.txt.
 
 #include "../core/extremes.h"
 #include "../core/pages.h"
@@ -50,18 +50,22 @@ struct ForwardEntry {
   static int64_t scratch(const AttentionParams& p, int64_t rows) {
     return Forward<T>(p, rows / kLanes<T>, nullptr).scratch_bytes();
   }
-  static void run(const AttentionParams& p, int64_t unit, int64_t first_row, int64_t rows, void* scratch) {
+  static void run(const AttentionParams& p, int64_t unit, int64_t first_row, int64_t rows,
+                  void* scratch) {
     Forward<T>(p, rows / kLanes<T>, scratch).run(unit, first_row);
   }
 };
 
 template <class T>
 struct FewRowsEntry {
-  static int64_t scratch(const AttentionParams& p) { return FewRows<T>(p, nullptr).scratch_bytes(); }
+  static int64_t scratch(const AttentionParams& p) {
+    return FewRows<T>(p, nullptr).scratch_bytes();
+  }
   static int64_t partial_bytes(const AttentionParams& p) {
     return FewRows<T>::partial_size(p) * static_cast<int64_t>(sizeof(T));
   }
-  static void chunk(const AttentionParams& p, int64_t unit, int64_t chunk, void* partial, void* scratch) {
+  static void chunk(const AttentionParams& p, int64_t unit, int64_t chunk, void* partial,
+                    void* scratch) {
     FewRows<T>(p, scratch).run(unit, chunk, static_cast<T*>(partial));
   }
   static void merge(const AttentionParams& p, int64_t unit, void* partials, void* scratch) {
@@ -71,8 +75,12 @@ struct FewRowsEntry {
 
 template <class T>
 struct WeightsEntry {
-  static int64_t rows(const WeightsParams& w) { return Weights<T>::most_tiles(w.forward) * kLanes<T>; }
-  static int64_t scratch(const WeightsParams& w) { return Weights<T>(w.forward, nullptr).scratch_bytes(); }
+  static int64_t rows(const WeightsParams& w) {
+    return Weights<T>::most_tiles(w.forward) * kLanes<T>;
+  }
+  static int64_t scratch(const WeightsParams& w) {
+    return Weights<T>(w.forward, nullptr).scratch_bytes();
+  }
   static void run(const WeightsParams& w, int64_t unit, int64_t first_row, void* scratch) {
     Weights<T>(w.forward, scratch).run(w.weights, unit, first_row);
   }
@@ -106,9 +114,10 @@ struct AccumulatorEntry {
     find_unit(p, unit, u);
     const KeyAccumulator<T> sums(p, static_cast<T*>(const_cast<void*>(accumulator)));
     const int64_t keys = keys_with_gradient(p, u);
-    store_rows(g.grad_key, address(g.grad_key, p, u, u.first_head / g.grad_key_group, u.key_start), keys, p.head_dim,
-               sums.key.data);
-    store_rows(g.grad_value, address(g.grad_value, p, u, u.first_head / g.grad_value_group, u.key_start), keys,
+    store_rows(g.grad_key, address(g.grad_key, p, u, u.first_head / g.grad_key_group, u.key_start),
+               keys, p.head_dim, sums.key.data);
+    store_rows(g.grad_value,
+               address(g.grad_value, p, u, u.first_head / g.grad_value_group, u.key_start), keys,
                p.value_dim, sums.value.data);
   }
 };
@@ -118,16 +127,22 @@ template <class T, template <class> class Kernel>
 struct PartEntry {
   using Params = typename Kernel<T>::Params;
 
-  static int64_t most_parts(const Params& params) { return parts_of(forward_of(params).rows_per_unit()); }
+  static int64_t most_parts(const Params& params) {
+    return parts_of(forward_of(params).rows_per_unit());
+  }
   static int64_t parts(const Params& params, int64_t unit) {
     return parts_of(unit_of(params, unit).rows(forward_of(params)));
   }
-  static int64_t scratch(const Params& params) { return Kernel<T>(params, nullptr).scratch_bytes(); }
-  static void run(const Params& params, int64_t unit, int64_t part, void* accumulator, void* scratch) {
+  static int64_t scratch(const Params& params) {
+    return Kernel<T>(params, nullptr).scratch_bytes();
+  }
+  static void run(const Params& params, int64_t unit, int64_t part, void* accumulator,
+                  void* scratch) {
     const Unit u = unit_of(params, unit);
     const int64_t first = first_tile(params, u, part) * kLanes<T>;
     const int64_t stop = first_tile(params, u, part + 1) * kLanes<T>;
-    Kernel<T>(params, scratch).run(unit, first, stop, in_place(params) ? nullptr : static_cast<T*>(accumulator));
+    Kernel<T>(params, scratch)
+        .run(unit, first, stop, in_place(params) ? nullptr : static_cast<T*>(accumulator));
   }
   static void store(const Params& params, int64_t unit, const void* accumulator) {
     if (!in_place(params)) AccumulatorEntry<T>::write(grad_of(params), unit, accumulator);
@@ -137,21 +152,24 @@ struct PartEntry {
  private:
   static constexpr int64_t kPartRows = 512;
 
-  static bool in_place(const Params& params) { return most_parts(params) == 1 && Kernel<T>::sums_in_place(params); }
+  static bool in_place(const Params& params) {
+    return most_parts(params) == 1 && Kernel<T>::sums_in_place(params);
+  }
   static Unit unit_of(const Params& params, int64_t unit) {
     Unit u;
     find_unit(forward_of(params), unit, u);
     return u;
   }
-  // One, or an even number up to eight, of kPartRows on average: enough threads for one head, no odd one left over for
-  // a second thread, few sums to add.
+  // One, or an even number up to eight, of kPartRows on average: enough threads for one head, no
+  // odd one left over for a second thread, few sums to add.
   static int64_t parts_of(int64_t rows) {
     const int64_t pairs = rows / (2 * kPartRows);
     return pairs < 1 ? 1 : 2 * clamp_to(pairs, 1, 4);
   }
   // The lane tile with which a part begins: parts have about the same work.
   static int64_t first_tile(const Params& params, const Unit& u, int64_t part) {
-    const int64_t rows = u.rows(forward_of(params)), count = (rows + kLanes<T> - 1) / kLanes<T>, all = parts_of(rows);
+    const int64_t rows = u.rows(forward_of(params)), count = (rows + kLanes<T> - 1) / kLanes<T>,
+                  all = parts_of(rows);
     if (part == 0 || part == all) return part == 0 ? 0 : count;
     int64_t total = 0, before = 0, tile = 0;
     for (int64_t i = 0; i < count; ++i) total += work(params, u, i);
@@ -175,9 +193,15 @@ struct PartEntry {
 
 template <class T, template <class> class Kernel>
 struct MaskGradientEntry {
-  static int64_t scratch(const MaskGradParams& m) { return MaskGradient<T, Kernel>(m, nullptr).scratch_bytes(); }
-  static void run(const MaskGradParams& m, int64_t task, void* scratch) { MaskGradient<T, Kernel>(m, scratch).run(task); }
-  static constexpr TaskKernel<MaskGradParams> kernel() { return {MaskGradient<T, Kernel>::tasks, scratch, run}; }
+  static int64_t scratch(const MaskGradParams& m) {
+    return MaskGradient<T, Kernel>(m, nullptr).scratch_bytes();
+  }
+  static void run(const MaskGradParams& m, int64_t task, void* scratch) {
+    MaskGradient<T, Kernel>(m, scratch).run(task);
+  }
+  static constexpr TaskKernel<MaskGradParams> kernel() {
+    return {MaskGradient<T, Kernel>::tasks, scratch, run};
+  }
 };
 
 template <class T>
@@ -211,8 +235,8 @@ constexpr KernelTable table() {
 }  // namespace
 
 const Kernels* get() {
-  static constexpr Kernels kernels{ATTENTION_EXT_STRING(ATTENTION_EXT_ISA), multiply_adds, kMultiplyAddsPerRound,
-                                   table<float>(), table<double>()};
+  static constexpr Kernels kernels{ATTENTION_EXT_STRING(ATTENTION_EXT_ISA), multiply_adds,
+                                   kMultiplyAddsPerRound, table<float>(), table<double>()};
   return &kernels;
 }
 

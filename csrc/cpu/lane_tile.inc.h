@@ -1,27 +1,29 @@
-// A lane tile: up to kLanes rows (queries) side by side, one per vector lane, and the keys they may see.
+// A lane tile: up to kLanes rows (queries) side by side, one per vector lane, and the keys they may
+// see.
 //
-// Rows are position-major, so both ends of the visible interval grow with the lane. A stretch of keys is cut
-// into segments in which the same vectors have a visible key; a causal diagonal is thus cut at single vectors,
-// not at whole tiles, and what no row of a vector sees is never computed or read.
+// Rows are position-major, so both ends of the visible interval grow with the lane. A stretch of
+// keys is cut into segments in which the same vectors have a visible key; a causal diagonal is thus
+// cut at single vectors, not at whole tiles, and what no row of a vector sees is never computed or
+// read.
 
 template <class T>
 constexpr int kLanes = Tuning::kLaneVectors * kWidth<T>;
 constexpr int kBlockKV = Tuning::kBlockKV;
 
 struct Segment {
-  int64_t begin, end;              // keys, relative to the kv tile
-  int first_vector, last_vector;   // vectors [first, last) see at least one of these keys
-  bool partial;                    // some cell of these is hidden by the interval
+  int64_t begin, end;             // keys, relative to the kv tile
+  int first_vector, last_vector;  // vectors [first, last) see at least one of these keys
+  bool partial;                   // some cell of these is hidden by the interval
 };
 
 // Which slices one unit of work reads; everything that does not depend on the row.
 struct Unit {
-  int64_t batch;                 // linear batch index
-  int64_t index[kMaxBatchDims];  // the same, per dimension
-  int64_t first_head;            // of heads_per_unit output heads
-  int64_t seqlen_q, seqlen_kv;   // of this batch element
+  int64_t batch;                   // linear batch index
+  int64_t index[kMaxBatchDims];    // the same, per dimension
+  int64_t first_head;              // of heads_per_unit output heads
+  int64_t seqlen_q, seqlen_kv;     // of this batch element
   int64_t query_start, key_start;  // first row in the tensors, for packed sequences
-  int64_t offset;                // position of query 0
+  int64_t offset;                  // position of query 0
 
   int64_t rows(const AttentionParams& p) const { return seqlen_q * p.heads_per_unit; }
 };
@@ -52,24 +54,25 @@ inline int64_t keys_with_gradient(const AttentionParams& p, const Unit& u) {
 }
 
 // Address of element (unit's batch, head, row, 0); the row counts from the unit's first.
-inline const char* address(const TensorView& view, const AttentionParams& p, const Unit& u, int64_t head,
-                           int64_t row) {
+inline const char* address(const TensorView& view, const AttentionParams& p, const Unit& u,
+                           int64_t head, int64_t row) {
   int64_t offset = head * view.head_stride + row * view.row_stride;
   for (int64_t d = 0; d < p.batch_dims; ++d) offset += u.index[d] * view.batch_stride[d];
   return static_cast<const char*>(view.data) + offset * size_of(view.dtype);
 }
 
-// Addresses of the key or value rows [first, first + count) of the unit's head: where keys lie is decided here
-// alone. Returns whether the rows are row_stride apart.
-inline bool key_rows(const TensorView& view, const AttentionParams& p, const Unit& u, int64_t group, int64_t first,
-                     int64_t count, const char** row) {
+// Addresses of the key or value rows [first, first + count) of the unit's head: where keys lie is
+// decided here alone. Returns whether the rows are row_stride apart.
+inline bool key_rows(const TensorView& view, const AttentionParams& p, const Unit& u, int64_t group,
+                     int64_t first, int64_t count, const char** row) {
   const int64_t head = u.first_head / group, step = view.row_stride * size_of(view.dtype);
   if (!p.pages.table) {
     const char* place = address(view, p, u, head, u.key_start + first);
     for (int64_t i = 0; i < count; ++i) row[i] = place + i * step;
     return true;
   }
-  const char* base = static_cast<const char*>(view.data) + head * view.head_stride * size_of(view.dtype);
+  const char* base =
+      static_cast<const char*>(view.data) + head * view.head_stride * size_of(view.dtype);
   PagedRows rows(p.pages, u.batch, first);
   const bool even = count <= rows.count();
   for (int64_t i = 0; i < count; rows.next_page()) {
@@ -82,55 +85,62 @@ inline bool key_rows(const TensorView& view, const AttentionParams& p, const Uni
 
 template <class T>
 struct LaneTile {
-  int64_t count = 0;                // rows, the first `count` lanes; the rest of a vector repeats the last row
-  int64_t begin[kLanes<T>];         // visible keys of each lane
+  int64_t count = 0;  // rows, the first `count` lanes; the rest of a vector repeats the last row
+  int64_t begin[kLanes<T>];  // visible keys of each lane
   int64_t end[kLanes<T>];
-  int64_t heads[kLanes<T>];         // output head and query of each lane
+  int64_t heads[kLanes<T>];  // output head and query of each lane
   int64_t queries[kLanes<T>];
   const char* mask_row[kLanes<T>];  // the mask's element for key 0, if there is a mask
   T position[kLanes<T>];            // on the key axis
   T slope[kLanes<T>];               // ALiBi's, if there are any
 
-  int64_t vectors() const { return (count + kWidth<T> - 1) / kWidth<T>; }  // with any row; the others are unset
-  KeyRange keys() const { return {begin[0], end[count - 1]}; }              // seen by any row
+  int64_t vectors() const {
+    return (count + kWidth<T> - 1) / kWidth<T>;
+  }  // with any row; the others are unset
+  KeyRange keys() const { return {begin[0], end[count - 1]}; }  // seen by any row
 };
 
 // Addresses of the tile's rows in a tensor that has a row for every query and output head.
 template <class T>
-inline void row_addresses(const TensorView& view, const AttentionParams& p, const Unit& u, const LaneTile<T>& tile,
-                          const char** row) {
+inline void row_addresses(const TensorView& view, const AttentionParams& p, const Unit& u,
+                          const LaneTile<T>& tile, const char** row) {
   const int64_t size = size_of(view.dtype), lanes = tile.vectors() * kWidth<T>;
   if (p.heads_per_unit == 1) {  // one head's rows follow each other
     const char* first = address(view, p, u, tile.heads[0], u.query_start + tile.queries[0]);
     const int64_t step = view.row_stride * size;
-    for (int64_t lane = 0; lane < lanes; ++lane) row[lane] = first + (lane < tile.count ? lane : tile.count - 1) * step;
+    for (int64_t lane = 0; lane < lanes; ++lane)
+      row[lane] = first + (lane < tile.count ? lane : tile.count - 1) * step;
     return;
   }
   const char* base = address(view, p, u, 0, u.query_start);
   for (int64_t lane = 0; lane < lanes; ++lane) {
-    row[lane] = base + (tile.heads[lane] * view.head_stride + tile.queries[lane] * view.row_stride) * size;
+    row[lane] =
+        base + (tile.heads[lane] * view.head_stride + tile.queries[lane] * view.row_stride) * size;
   }
 }
 
 // One number per row (lse, its gradient, delta) into lanes, and back.
 template <class T>
-inline void read_rows(const TensorView& view, const AttentionParams& p, const Unit& u, const LaneTile<T>& tile, T* lanes) {
+inline void read_rows(const TensorView& view, const AttentionParams& p, const Unit& u,
+                      const LaneTile<T>& tile, T* lanes) {
   const char* row[kLanes<T>];
   row_addresses(view, p, u, tile, row);
-  for (int64_t lane = 0; lane < kLanes<T>; ++lane) lanes[lane] = lane < tile.count ? load_scalar<T>(row[lane], view.dtype) : T(0);
+  for (int64_t lane = 0; lane < kLanes<T>; ++lane)
+    lanes[lane] = lane < tile.count ? load_scalar<T>(row[lane], view.dtype) : T(0);
 }
 template <class T>
-inline void write_rows(const TensorView& view, const AttentionParams& p, const Unit& u, const LaneTile<T>& tile,
-                       const T* lanes) {
+inline void write_rows(const TensorView& view, const AttentionParams& p, const Unit& u,
+                       const LaneTile<T>& tile, const T* lanes) {
   const char* row[kLanes<T>];
   row_addresses(view, p, u, tile, row);
-  for (int64_t lane = 0; lane < tile.count; ++lane) memcpy(const_cast<char*>(row[lane]), &lanes[lane], sizeof(T));
+  for (int64_t lane = 0; lane < tile.count; ++lane)
+    memcpy(const_cast<char*>(row[lane]), &lanes[lane], sizeof(T));
 }
 
 // One number per head (sinks, their tangents) into the lanes.
 template <class T>
-inline void read_heads(const TensorView& view, const AttentionParams& p, const Unit& u, const LaneTile<T>& tile,
-                       T* lanes) {
+inline void read_heads(const TensorView& view, const AttentionParams& p, const Unit& u,
+                       const LaneTile<T>& tile, T* lanes) {
   for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
     const int64_t used = lane < tile.count ? lane : tile.count - 1;
     lanes[lane] = load_scalar<T>(address(view, p, u, tile.heads[used], 0), view.dtype);
@@ -139,10 +149,11 @@ inline void read_heads(const TensorView& view, const AttentionParams& p, const U
 
 // Which row is in which lane: queries and heads of the tile from first_row on.
 template <class T>
-inline void fill_lanes(const AttentionParams& p, const Unit& u, int64_t first_row, LaneTile<T>& tile) {
+inline void fill_lanes(const AttentionParams& p, const Unit& u, int64_t first_row,
+                       LaneTile<T>& tile) {
   // Local copies: the stores below might change what p and u hold, for all that the compiler knows.
-  const int64_t left = u.rows(p) - first_row, count = left < kLanes<T> ? left : kLanes<T>, heads = p.heads_per_unit,
-                first_head = u.first_head;
+  const int64_t left = u.rows(p) - first_row, count = left < kLanes<T> ? left : kLanes<T>,
+                heads = p.heads_per_unit, first_head = u.first_head;
   tile.count = count;
   const int64_t lanes = tile.vectors() * kWidth<T>;
   if (heads == 1) {
@@ -164,7 +175,8 @@ inline void fill_lanes(const AttentionParams& p, const Unit& u, int64_t first_ro
 }
 
 template <class T>
-inline void describe_lanes(const AttentionParams& p, const Unit& u, int64_t first_row, LaneTile<T>& tile) {
+inline void describe_lanes(const AttentionParams& p, const Unit& u, int64_t first_row,
+                           LaneTile<T>& tile) {
   fill_lanes(p, u, first_row, tile);
   const Visibility visibility = p.visibility;  // copies again
   const int64_t offset = u.offset, keys = u.seqlen_kv, lanes = tile.vectors() * kWidth<T>;
@@ -183,32 +195,39 @@ inline void describe_lanes(const AttentionParams& p, const Unit& u, int64_t firs
 template <class T>
 inline void read_sinks(const AttentionParams& p, const Unit& u, const LaneTile<T>& tile, T* lanes) {
   read_heads(p.sinks, p, u, tile, lanes);
-  for (int64_t lane = 0; lane < kLanes<T>; ++lane) lanes[lane] = draw_together<T>(lanes[lane]) * kLog2E<T>;
+  for (int64_t lane = 0; lane < kLanes<T>; ++lane)
+    lanes[lane] = draw_together<T>(lanes[lane]) * kLog2E<T>;
 }
 
 // Whether a tile's rows follow each other, `columns` numbers each, without a gap.
 inline bool rows_are_dense(const TensorView& view, const AttentionParams& p, int64_t columns) {
-  return p.heads_per_unit == 1 && view.row_stride == columns && (columns == 1 || view.column_stride == 1);
+  return p.heads_per_unit == 1 && view.row_stride == columns &&
+         (columns == 1 || view.column_stride == 1);
 }
 
 // The first and second numbers of pairs that follow each other in two vectors, and back.
 template <class T, size_t... kLane>
-ATTENTION_EXT_INLINE void split_pairs(const T* pairs, T* first, T* second, std::index_sequence<kLane...>) {
+ATTENTION_EXT_INLINE void split_pairs(const T* pairs, T* first, T* second,
+                                      std::index_sequence<kLane...>) {
   const Vec<T> low = load(pairs), high = load(pairs + kWidth<T>);
   store(first, Vec<T>(__builtin_shufflevector(low, high, (2 * static_cast<int>(kLane))...)));
   store(second, Vec<T>(__builtin_shufflevector(low, high, (2 * static_cast<int>(kLane) + 1)...)));
 }
 template <class T, size_t... kLane>
-ATTENTION_EXT_INLINE void join_pairs(Vec<T> first, Vec<T> second, T* pairs, std::index_sequence<kLane...>) {
+ATTENTION_EXT_INLINE void join_pairs(Vec<T> first, Vec<T> second, T* pairs,
+                                     std::index_sequence<kLane...>) {
   constexpr int w = kWidth<T>;
-  constexpr auto source = [](size_t place) { return static_cast<int>(place / 2 + (place % 2 ? w : 0)); };
+  constexpr auto source = [](size_t place) {
+    return static_cast<int>(place / 2 + (place % 2 ? w : 0));
+  };
   store(pairs, Vec<T>(__builtin_shufflevector(first, second, source(kLane)...)));
   store(pairs + w, Vec<T>(__builtin_shufflevector(first, second, source(kLane + w)...)));
 }
 
 // The two numbers of each row's softmax state; 0 in lanes without a row.
 template <class T>
-inline void read_state(const AttentionParams& p, const Unit& u, const LaneTile<T>& tile, T* reference, T* sum) {
+inline void read_state(const AttentionParams& p, const Unit& u, const LaneTile<T>& tile,
+                       T* reference, T* sum) {
   const char* row[kLanes<T>];
   row_addresses(p.state, p, u, tile, row);
   const int64_t together = rows_are_dense(p.state, p, 2) ? tile.count / kWidth<T> * kWidth<T> : 0;
@@ -225,13 +244,13 @@ inline void read_state(const AttentionParams& p, const Unit& u, const LaneTile<T
 
 // What a forward leaves of its rows beside the output: lse and the softmax state.
 template <class T>
-inline void write_statistics(const AttentionParams& p, const Unit& u, const LaneTile<T>& tile, bool drawn,
-                             const SoftmaxResult<T>* result) {
+inline void write_statistics(const AttentionParams& p, const Unit& u, const LaneTile<T>& tile,
+                             bool drawn, const SoftmaxResult<T>* result) {
   const char *lse_row[kLanes<T>], *state_row[kLanes<T>];
   if (p.lse.data) row_addresses(p.lse, p, u, tile, lse_row);
   if (p.state.data) row_addresses(p.state, p, u, tile, state_row);
-  const bool dense =
-      (!p.lse.data || rows_are_dense(p.lse, p, 1)) && (!p.state.data || rows_are_dense(p.state, p, 2));
+  const bool dense = (!p.lse.data || rows_are_dense(p.lse, p, 1)) &&
+                     (!p.state.data || rows_are_dense(p.state, p, 2));
   int64_t lane = 0;
   for (; dense && !drawn && lane + kWidth<T> <= tile.count; lane += kWidth<T>) {
     const SoftmaxResult<T>& r = result[lane / kWidth<T>];
@@ -244,22 +263,25 @@ inline void write_statistics(const AttentionParams& p, const Unit& u, const Lane
     const SoftmaxResult<T>& r = result[lane / kWidth<T>];
     const int64_t i = lane % kWidth<T>;
     const T lse = r.lse[i], state[2] = {r.reference[i], r.sum[i]};
-    if (p.lse.data) *reinterpret_cast<T*>(const_cast<char*>(lse_row[lane])) = drawn ? draw_apart<T>(lse) : lse;
+    if (p.lse.data)
+      *reinterpret_cast<T*>(const_cast<char*>(lse_row[lane])) = drawn ? draw_apart<T>(lse) : lse;
     if (p.state.data) memcpy(const_cast<char*>(state_row[lane]), state, sizeof(state));
   }
 }
 
 // Stages `count` key or value rows from `first` on (stage_rows) of the unit's head.
 template <class T>
-inline StagedRows<T> stage_keys(const AttentionParams& p, const Unit& u, const TensorView& view, int64_t group,
-                                int64_t first, int64_t count, int64_t columns, Stage stage, T* buffer,
-                                const char** row) {
+inline StagedRows<T> stage_keys(const AttentionParams& p, const Unit& u, const TensorView& view,
+                                int64_t group, int64_t first, int64_t count, int64_t columns,
+                                Stage stage, T* buffer, const char** row) {
   const bool even = key_rows(view, p, u, group, first, count, row);
-  return stage_rows<T>(view, {row, count, view.column_stride, columns, view.dtype}, even, stage, buffer);
+  return stage_rows<T>(view, {row, count, view.column_stride, columns, view.dtype}, even, stage,
+                       buffer);
 }
 
-// The segments of keys [first_key, first_key + count). A row may start and end in here once each, so there
-// are at most 2 * kLaneVectors + 1 of them, and kLaneVectors times as many pieces of them (CellTile::trim).
+// The segments of keys [first_key, first_key + count). A row may start and end in here once each,
+// so there are at most 2 * kLaneVectors + 1 of them, and kLaneVectors times as many pieces of them
+// (CellTile::trim).
 template <class T>
 struct Segments {
   Segment segment[(2 * Tuning::kLaneVectors + 1) * Tuning::kLaneVectors];
@@ -273,8 +295,9 @@ struct Segments {
     int64_t key = first_key;
     while (key < stop) {
       int first = 0, last = 0;
-      while (first < live && tile.end[first * w + w - 1] <= key) ++first;   // already past all its keys
-      while (last < live && tile.begin[last * w] <= key) ++last;            // has reached its first key
+      while (first < live && tile.end[first * w + w - 1] <= key)
+        ++first;                                                  // already past all its keys
+      while (last < live && tile.begin[last * w] <= key) ++last;  // has reached its first key
       int64_t next = stop;
       if (first < live && tile.end[first * w + w - 1] < next) next = tile.end[first * w + w - 1];
       if (last < live && tile.begin[last * w] < next) next = tile.begin[last * w];
@@ -290,16 +313,16 @@ struct Segments {
   }
 };
 
-// Longer sums than this are cut into blocks, each summed from 0: the error of a wide head stays below that of
-// one of this width.
+// Longer sums than this are cut into blocks, each summed from 0: the error of a wide head stays
+// below that of one of this width.
 constexpr int64_t kBlockDepth = 128;
 constexpr int64_t kWideBlockDepth = 48;
 
-// out[key][lane] = sum_d rows[key][d] * lanes[d][lane] for the cells of a segment: a product as it is. `lanes`
-// starts at the segment's first vector, `out` at the tile's.
+// out[key][lane] = sum_d rows[key][d] * lanes[d][lane] for the cells of a segment: a product as it
+// is. `lanes` starts at the segment's first vector, `out` at the tile's.
 template <class T>
-inline void product_tile(const StagedRows<T>& rows, const T* lanes, int64_t depth, const Segment& s, T* out,
-                         int64_t out_stride) {
+inline void product_tile(const StagedRows<T>& rows, const T* lanes, int64_t depth, const Segment& s,
+                         T* out, int64_t out_stride) {
   const int64_t most = depth <= kBlockDepth ? kBlockDepth : kWideBlockDepth;
   with_constant<Tuning::kLaneVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
     constexpr int kN = decltype(vectors)::value;
@@ -310,8 +333,8 @@ inline void product_tile(const StagedRows<T>& rows, const T* lanes, int64_t dept
       do {
         const int64_t width = depth - d < most ? depth - d : most;
         Vec<T> sum[kRows][kN];
-        broadcast_rows<T, kRows, kN>(rows.data + k * rows.stride + d, rows.stride, lanes + d * kLanes<T>, kLanes<T>,
-                                     width, sum);
+        broadcast_rows<T, kRows, kN>(rows.data + k * rows.stride + d, rows.stride,
+                                     lanes + d * kLanes<T>, kLanes<T>, width, sum);
 #pragma GCC unroll 16
         for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
@@ -328,20 +351,22 @@ inline void product_tile(const StagedRows<T>& rows, const T* lanes, int64_t dept
 
 // out[column][lane] += sum_k rows[k][column] * cells[k][lane] over the keys of a segment.
 template <class T, int kN>
-__attribute__((noinline)) void add_transposed_product(const T* rows, int64_t rows_stride, int64_t columns, const T* cells,
+__attribute__((noinline)) void add_transposed_product(const T* rows, int64_t rows_stride,
+                                                      int64_t columns, const T* cells,
                                                       int64_t cells_stride, int64_t depth, T* out) {
-  for_row_blocks<kBlockRows<kN>>(0, columns, [=](int64_t c, auto count) __attribute__((always_inline)) {
-    broadcast_columns<T, decltype(count)::value, kN>(rows + c, rows_stride, cells, cells_stride, depth,
-                                                     out + c * kLanes<T>, kLanes<T>);
+  for_row_blocks<kBlockRows<kN>>(0, columns,
+                                 [=](int64_t c, auto count) __attribute__((always_inline)) {
+    broadcast_columns<T, decltype(count)::value, kN>(rows + c, rows_stride, cells, cells_stride,
+                                                     depth, out + c * kLanes<T>, kLanes<T>);
   });
 }
 template <class T>
-inline void add_transposed_product(const StagedRows<T>& rows, int64_t columns, const Segment& s, const T* cells,
-                                   int64_t cells_stride, T* out) {
+inline void add_transposed_product(const StagedRows<T>& rows, int64_t columns, const Segment& s,
+                                   const T* cells, int64_t cells_stride, T* out) {
   const int64_t first = s.first_vector * kWidth<T>;
   with_constant<Tuning::kLaneVectors>(s.last_vector - s.first_vector, [&](auto vectors) {
-    add_transposed_product<T, decltype(vectors)::value>(rows.data + s.begin * rows.stride, rows.stride, columns,
-                                                        cells + s.begin * cells_stride + first, cells_stride,
-                                                        s.end - s.begin, out + first);
+    add_transposed_product<T, decltype(vectors)::value>(
+        rows.data + s.begin * rows.stride, rows.stride, columns,
+        cells + s.begin * cells_stride + first, cells_stride, s.end - s.begin, out + first);
   });
 }

@@ -16,14 +16,14 @@ Tensor new_like(const Tensor& t) {
   return empty_laid_out_like(t, g.dim, g.size, t.scalar_type());
 }
 
-// body(first_row, rows, worker) for blocks of rows that are worth a task; `work`: multiply-adds of an element.
+// body(first_row, rows, worker) for blocks of rows that are worth a task; `work`: multiply-adds of
+// an element.
 template <class F>
 void run_row_blocks(int64_t rows, int64_t width, double work, const F& body) {
   if (rows == 0 || width == 0) return;
   const int64_t each = std::max<int64_t>(16384 / width, 1), tasks = (rows + each - 1) / each;
-  run_tasks(tasks, num_workers(tasks, work * rows * width), [&](int64_t task, int64_t) {
-    body(task * each, std::min(each, rows - task * each));
-  });
+  run_tasks(tasks, num_workers(tasks, work * rows * width),
+            [&](int64_t task, int64_t) { body(task * each, std::min(each, rows - task * each)); });
 }
 
 RmsNormParams pack_rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
@@ -43,11 +43,13 @@ Tensor rms_norm(Tensor x, Tensor weight, double eps) {
   Tensor output = new_like(x);
   p.output = rows_view(output);
   const KernelTable& kernel = table_for(x.scalar_type());
-  run_row_blocks(p.rows, p.width, 2.0, [&](int64_t first, int64_t rows) { kernel.rms_norm(p, first, rows); });
+  run_row_blocks(p.rows, p.width, 2.0,
+                 [&](int64_t first, int64_t rows) { kernel.rms_norm(p, first, rows); });
   return output;
 }
 
-std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad_output, Tensor x, Tensor weight, double eps) {
+std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad_output, Tensor x, Tensor weight,
+                                             double eps) {
   RmsNormParams p = pack_rms_norm(x, weight, eps);
   check_like(info("grad_output", grad_output), info("x", x), "rms_norm");
   Tensor grad_x = new_like(x), grad_weight = new_like(weight);
@@ -55,13 +57,16 @@ std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad_output, Tensor x, Tenso
   p.grad_input = rows_view(grad_x);
   p.grad_weight = table_view(grad_weight);
   const KernelTable& kernel = table_for(x.scalar_type());
-  // At most 32 blocks of at least 32 rows, from the sizes alone: the sums are the same for every thread count.
-  const int64_t each = std::max<int64_t>((p.rows + 31) / 32, 32), blocks = (p.rows + each - 1) / each;
+  // At most 32 blocks of at least 32 rows, from the sizes alone: the sums are the same for every
+  // thread count.
+  const int64_t each = std::max<int64_t>((p.rows + 31) / 32, 32),
+                blocks = (p.rows + each - 1) / each;
   const int64_t size = accumulation_type(x.scalar_type()) == ScalarType::Double ? 8 : 4;
   const Scratch sums(std::max<int64_t>(blocks * p.width * size, 1));
   run_tasks(blocks, num_workers(blocks, 6.0 * p.rows * p.width), [&](int64_t block, int64_t) {
     const int64_t first = block * each;
-    kernel.rms_norm_backward(p, first, std::min(each, p.rows - first), sums.at(block * p.width * size));
+    kernel.rms_norm_backward(p, first, std::min(each, p.rows - first),
+                             sums.at(block * p.width * size));
   });
   kernel.add_weight_sums(p, sums.at(0), blocks);
   return {std::move(grad_x), std::move(grad_weight)};
@@ -94,7 +99,8 @@ Tensor swiglu(Tensor x) {
   Tensor output = empty_laid_out_like(x, dim, sizes, x.scalar_type());
   p.output = rows_view(output);
   const KernelTable& kernel = table_for(x.scalar_type());
-  run_row_blocks(p.rows, p.width, kSigmoidWork, [&](int64_t first, int64_t rows) { kernel.swiglu(p, first, rows); });
+  run_row_blocks(p.rows, p.width, kSigmoidWork,
+                 [&](int64_t first, int64_t rows) { kernel.swiglu(p, first, rows); });
   return output;
 }
 
@@ -102,7 +108,8 @@ Tensor swiglu_backward(Tensor grad_output, Tensor x) {
   SwigluParams p = pack_swiglu(x);
   int64_t sizes[kMaxDims];
   const int64_t dim = halved(x, sizes);
-  check_like(info("grad_output", grad_output), {"the output", x.scalar_type(), dim, sizes}, "swiglu");
+  check_like(info("grad_output", grad_output), {"the output", x.scalar_type(), dim, sizes},
+             "swiglu");
   Tensor grad_x = new_like(x);
   p.grad_output = rows_view(grad_output);
   p.grad_input = rows_view(grad_x);

@@ -1,10 +1,12 @@
-// Gradient of a float mask: dBias = dS, summed over every dimension that the mask shares, in the mask's shape.
+// Gradient of a float mask: dBias = dS, summed over every dimension that the mask shares, in the
+// mask's shape.
 //
-// Each tile of the gradient has one owner, which goes through the batch elements and heads that share it in
-// order: no atomics, no copy per thread, the same bits however many threads. A task owns one own slice (batch
-// index and head, or unit of heads) of the mask, a stretch of queries (all, if the rows are shared) and a
-// stretch of keys. Base computes dS^T of a lane tile: Backward, or BackwardTangent for its tangent. Where a lane has
-// a row of the mask to itself, tiles are summed as they come and transposed at the end.
+// Each tile of the gradient has one owner, which goes through the batch elements and heads that
+// share it in order: no atomics, no copy per thread, the same bits however many threads. A task
+// owns one own slice (batch index and head, or unit of heads) of the mask, a stretch of queries
+// (all, if the rows are shared) and a stretch of keys. Base computes dS^T of a lane tile: Backward,
+// or BackwardTangent for its tangent. Where a lane has a row of the mask to itself, tiles are
+// summed as they come and transposed at the end.
 
 template <class T, template <class> class Base>
 class MaskGradient : public Base<T> {
@@ -16,7 +18,8 @@ class MaskGradient : public Base<T> {
  public:
   static int64_t tasks(const MaskGradParams& m) { return Tasks(m).count(); }
 
-  MaskGradient(const MaskGradParams& params, void* memory) : Base<T>(base_params(params), memory), m_(params) {
+  MaskGradient(const MaskGradParams& params, void* memory)
+      : Base<T>(base_params(params), memory), m_(params) {
     const Tasks tasks(m_);
     by_lanes_ = p_.heads_per_unit == 1 && !m_.shared_rows && !m_.shared_columns;
     slabs_ = m_.shared_heads ? 1 : p_.heads_per_unit;
@@ -27,7 +30,8 @@ class MaskGradient : public Base<T> {
 
   void run(int64_t task) {
     const Tasks tasks(m_);
-    const int64_t key_block = task % tasks.key_blocks, query_block = task / tasks.key_blocks % tasks.query_blocks;
+    const int64_t key_block = task % tasks.key_blocks,
+                  query_block = task / tasks.key_blocks % tasks.query_blocks;
     const int64_t slice = task / (tasks.key_blocks * tasks.query_blocks);
     this->key_limit_ = {key_block * kKeys, (key_block + 1) * kKeys};
     first_query_ = query_block * tasks.queries;
@@ -38,8 +42,9 @@ class MaskGradient : public Base<T> {
     for (int64_t i = 0; i < tasks.batches_sharing; ++i) {
       const int64_t batch = batch_of(slice / own_units, i);
       for (int64_t u = 0; u < units_per_batch / own_units; ++u) {
-        this->for_super_blocks(batch * units_per_batch + own_unit + u, first_query_ * p_.heads_per_unit,
-                               (first_query_ + tasks.queries) * p_.heads_per_unit, [&] { super_block(); });
+        this->for_super_blocks(
+            batch * units_per_batch + own_unit + u, first_query_ * p_.heads_per_unit,
+            (first_query_ + tasks.queries) * p_.heads_per_unit, [&] { super_block(); });
       }
     }
     write(batch_of(slice / own_units, 0) * units_per_batch + own_unit, tasks.queries);
@@ -50,7 +55,8 @@ class MaskGradient : public Base<T> {
     int64_t slices = 1, batches_sharing = 1, queries, query_blocks, key_blocks;
     explicit Tasks(const MaskGradParams& m) {
       const AttentionParams& p = m.call.grad.forward;
-      for (int64_t d = 0; d < p.batch_dims; ++d) (m.shared_batch[d] ? batches_sharing : slices) *= p.batch_size[d];
+      for (int64_t d = 0; d < p.batch_dims; ++d)
+        (m.shared_batch[d] ? batches_sharing : slices) *= p.batch_size[d];
       if (!m.shared_heads) slices *= p.num_heads / p.heads_per_unit;
       // Whole lane tiles: a multiple of kLanes queries.
       const int64_t tiles = Base<T>::most_tiles(base_params(m)) / p.heads_per_unit;
@@ -114,7 +120,8 @@ class MaskGradient : public Base<T> {
       for (int64_t k = 0; k < this->count_; k += w) {
         Vec<T> block[w];
         for (int i = 0; i < w; ++i) {
-          block[i] = k + i < this->count_ ? load(grads + (k + i) * this->stride() + lane) : Vec<T>{};
+          block[i] =
+              k + i < this->count_ ? load(grads + (k + i) * this->stride() + lane) : Vec<T>{};
         }
         transpose<T>(block);
         for (int64_t i = 0; i < w && lane + i < cells.lanes.count; ++i) {
@@ -132,7 +139,8 @@ class MaskGradient : public Base<T> {
     Unit u;
     find_unit(p_, unit, u);
     const int64_t rows = m_.shared_rows ? 1 : clamp_to(p_.seqlen_q - first_query_, 0, queries);
-    const int64_t columns = m_.shared_columns ? 1 : clamp_to(p_.seqlen_kv - this->key_limit_.begin, 0, kKeys);
+    const int64_t columns =
+        m_.shared_columns ? 1 : clamp_to(p_.seqlen_kv - this->key_limit_.begin, 0, kKeys);
     const TensorView& view = m_.grad_mask;
     if (by_lanes_) {
       const int64_t step = view.row_stride * size_of(view.dtype);
@@ -143,21 +151,24 @@ class MaskGradient : public Base<T> {
       for (int64_t i = 0; i < rows; i += kLanes<T>) {
         const char* row[kLanes<T>];
         for (int64_t lane = 0; lane < kLanes<T>; ++lane) row[lane] = first + (i + lane) * step;
-        unpack_lanes<T>(lanes_of(i / kLanes<T>), kLanes<T>, ones,
-                        {row, clamp_to(rows - i, 0, kLanes<T>), view.column_stride, columns, view.dtype});
+        unpack_lanes<T>(
+            lanes_of(i / kLanes<T>), kLanes<T>, ones,
+            {row, clamp_to(rows - i, 0, kLanes<T>), view.column_stride, columns, view.dtype});
       }
       return;
     }
     for (int64_t slab = 0; slab < slabs_; ++slab) {
       const int64_t head = m_.shared_heads ? 0 : u.first_head + slab;
       const char* first = address(view, p_, u, head, m_.shared_rows ? 0 : first_query_);
-      first += (m_.shared_columns ? 0 : this->key_limit_.begin) * view.column_stride * size_of(view.dtype);
+      first += (m_.shared_columns ? 0 : this->key_limit_.begin) * view.column_stride *
+               size_of(view.dtype);
       for (int64_t row = 0; row < rows; ++row) {
         T* sum = sum_ + (slab * rows_ + row) * columns_;
         if (m_.shared_columns) {
           for (int i = 1; i < kWidth<T>; ++i) sum[0] += sum[i];
         }
-        store_rows(view, first + row * view.row_stride * size_of(view.dtype), 1, columns, sum, T(1));
+        store_rows(view, first + row * view.row_stride * size_of(view.dtype), 1, columns, sum,
+                   T(1));
       }
     }
   }

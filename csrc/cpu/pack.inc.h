@@ -1,5 +1,6 @@
-// Between the caller's tensors (any dtype, any strides) and the tiles of the kernels (T, aligned, padded).
-// All conversion of half types, and all reading for NaN and infinity, happens here, while data is copied.
+// Between the caller's tensors (any dtype, any strides) and the tiles of the kernels (T, aligned,
+// padded). All conversion of half types, and all reading for NaN and infinity, happens here, while
+// data is copied.
 
 struct BFloat16 {
   uint16_t bits;
@@ -11,7 +12,8 @@ struct Bool {
   uint8_t bits;
 };
 
-typedef uint16_t HalfVec __attribute__((vector_size(Tuning::kVectorBytes / 2)));  // kWidth<float> half-width numbers
+typedef uint16_t HalfVec
+    __attribute__((vector_size(Tuning::kVectorBytes / 2)));  // kWidth<float> half-width numbers
 typedef uint32_t UnsignedVec __attribute__((vector_size(Tuning::kVectorBytes)));
 typedef float HalfFloatVec __attribute__((vector_size(Tuning::kVectorBytes / 2)));
 
@@ -138,10 +140,11 @@ struct Rows {
   DType dtype;
 };
 
-// dst[column][lane], lane = row: up to kLanes rows side by side; missing rows are 0. If asked for, norm2[lane] is a
-// row's sum of squares.
+// dst[column][lane], lane = row: up to kLanes rows side by side; missing rows are 0. If asked for,
+// norm2[lane] is a row's sum of squares.
 template <class T>
-inline void pack_lanes(const Rows& src, int64_t lanes, int64_t lane_stride, T* __restrict dst, T* norm2 = nullptr) {
+inline void pack_lanes(const Rows& src, int64_t lanes, int64_t lane_stride, T* __restrict dst,
+                       T* norm2 = nullptr) {
   constexpr int w = kWidth<T>;
   dispatch_storage<T>(src.dtype, [&](auto* tag) {
     using S = typename std::remove_pointer<decltype(tag)>::type;
@@ -152,12 +155,14 @@ inline void pack_lanes(const Rows& src, int64_t lanes, int64_t lane_stride, T* _
         Vec<T> block[w];
         if (src.stride == 1 && count == w && lane + w <= src.count) {
 #pragma GCC unroll 16
-          for (int i = 0; i < w; ++i) block[i] = load_as<T>(reinterpret_cast<const S*>(src.row[lane + i]) + c);
+          for (int i = 0; i < w; ++i)
+            block[i] = load_as<T>(reinterpret_cast<const S*>(src.row[lane + i]) + c);
         } else {
           for (int i = 0; i < w; ++i) {
             block[i] = Vec<T>{};
             if (lane + i >= src.count) continue;
-            block[i] = load_some<T>(reinterpret_cast<const S*>(src.row[lane + i]) + c * src.stride, src.stride, count);
+            block[i] = load_some<T>(reinterpret_cast<const S*>(src.row[lane + i]) + c * src.stride,
+                                    src.stride, count);
           }
         }
         transpose<T>(block);
@@ -180,9 +185,11 @@ inline void pack_lanes(const Rows& src, int64_t lanes, int64_t lane_stride, T* _
   });
 }
 
-// dst row i = src[column][lane i] * factor[lane i]: the way back, written in the caller's dtype and strides.
+// dst row i = src[column][lane i] * factor[lane i]: the way back, written in the caller's dtype and
+// strides.
 template <class T>
-inline void unpack_lanes(const T* __restrict src, int64_t lane_stride, const T* factor, const Rows& dst) {
+inline void unpack_lanes(const T* __restrict src, int64_t lane_stride, const T* factor,
+                         const Rows& dst) {
   constexpr int w = kWidth<T>;
   dispatch_storage<T>(dst.dtype, [&](auto* tag) {
     using S = typename std::remove_pointer<decltype(tag)>::type;
@@ -197,7 +204,8 @@ inline void unpack_lanes(const T* __restrict src, int64_t lane_stride, const T* 
 #pragma GCC unroll 16
             for (int i = 0; i < w; ++i) block[i] = load(in + i * lane_stride) * f;
           } else {
-            for (int i = 0; i < w; ++i) block[i] = i < count ? load(in + i * lane_stride) * f : Vec<T>{};
+            for (int i = 0; i < w; ++i)
+              block[i] = i < count ? load(in + i * lane_stride) * f : Vec<T>{};
           }
           transpose<T>(block);
           const auto out = [&](int64_t i) {
@@ -207,7 +215,8 @@ inline void unpack_lanes(const T* __restrict src, int64_t lane_stride, const T* 
 #pragma GCC unroll 16
             for (int i = 0; i < w; ++i) store_as(out(i), block[i]);
           } else {
-            for (int64_t i = 0; i < w && lane + i < dst.count; ++i) store_some<T>(out(i), dst.stride, count, block[i]);
+            for (int64_t i = 0; i < w && lane + i < dst.count; ++i)
+              store_some<T>(out(i), dst.stride, count, block[i]);
           }
         }
       }
@@ -220,8 +229,9 @@ ATTENTION_EXT_INLINE Mask<T> not_finite(Vec<T> x) {
   return (x - x) != Vec<T>{};
 }
 
-// dst[row][column], row stride dst_stride >= columns rounded up, the padding 0; returns whether all was finite.
-// With kReplace NaN and infinity become 0 (kept apart by the caller, who adds them to the rows that may see them).
+// dst[row][column], row stride dst_stride >= columns rounded up, the padding 0; returns whether all
+// was finite. With kReplace NaN and infinity become 0 (kept apart by the caller, who adds them to
+// the rows that may see them).
 template <class T, bool kReplace>
 inline bool copy_rows(const Rows& src, T* __restrict dst, int64_t dst_stride) {
   constexpr int w = kWidth<T>;
@@ -238,15 +248,16 @@ inline bool copy_rows(const Rows& src, T* __restrict dst, int64_t dst_stride) {
       };
       for (int64_t c = 0; c < whole; c += w) copy(c, load_as<T>(in + c));
       for (int64_t c = whole; c < src.columns; c += w) {
-        copy(c, load_some<T>(in + c * src.stride, src.stride, src.columns - c < w ? src.columns - c : w));
+        copy(c, load_some<T>(in + c * src.stride, src.stride,
+                             src.columns - c < w ? src.columns - c : w));
       }
     }
   });
   return !any(Mask<T>(differences != T(0)));
 }
 
-// Largest sum of squares of a row; NaN or infinity where a row is not finite (or too large). Rows are padded
-// with 0 to whole vectors, or their width is a multiple of one.
+// Largest sum of squares of a row; NaN or infinity where a row is not finite (or too large). Rows
+// are padded with 0 to whole vectors, or their width is a multiple of one.
 template <class T>
 inline T largest_norm2(const T* rows, int64_t stride, int64_t count, int64_t columns) {
   constexpr int w = kWidth<T>;
@@ -296,23 +307,26 @@ inline bool all_finite(const T* rows, int64_t stride, int64_t count, int64_t col
   return !any(Mask<T>((product[0] + product[1]) + (product[2] + product[3]) != T(0)));
 }
 
-// out[i] = sum over columns of a[i] * b[i] for each row, two tensors of one dtype; rows beyond the count get 0,
-// up to a whole vector.
+// out[i] = sum over columns of a[i] * b[i] for each row, two tensors of one dtype; rows beyond the
+// count get 0, up to a whole vector.
 template <class T>
 inline void dot_rows(const Rows& a, const Rows& b, T* out) {
   constexpr int w = kWidth<T>;
-  const int64_t whole = a.stride == 1 && b.stride == 1 ? a.columns / w * w : 0;  // columns to load as vectors
+  const int64_t whole =
+      a.stride == 1 && b.stride == 1 ? a.columns / w * w : 0;  // columns to load as vectors
   dispatch_storage<T>(a.dtype, [&](auto* tag) {
     using S = typename std::remove_pointer<decltype(tag)>::type;
     for (int64_t i = 0; i < a.count; i += w) {
       Vec<T> sums[w] = {};
       for (int64_t j = 0; j < w && i + j < a.count; ++j) {
-        const S *x = reinterpret_cast<const S*>(a.row[i + j]), *y = reinterpret_cast<const S*>(b.row[i + j]);
+        const S *x = reinterpret_cast<const S*>(a.row[i + j]),
+                *y = reinterpret_cast<const S*>(b.row[i + j]);
         Vec<T> sum = {};
         for (int64_t c = 0; c < whole; c += w) sum = fma(load_as<T>(x + c), load_as<T>(y + c), sum);
         for (int64_t c = whole; c < a.columns; c += w) {
           const int64_t count = a.columns - c < w ? a.columns - c : w;
-          sum = fma(load_some<T>(x + c * a.stride, a.stride, count), load_some<T>(y + c * b.stride, b.stride, count), sum);
+          sum = fma(load_some<T>(x + c * a.stride, a.stride, count),
+                    load_some<T>(y + c * b.stride, b.stride, count), sum);
         }
         sums[j] = sum;
       }
@@ -326,16 +340,16 @@ template <class T>
 struct StagedRows {
   const T* data;  // [count][stride]
   int64_t stride;
-  bool finite;    // no NaN, no infinity
-  T norm2;        // largest sum of squares of a row, if asked for
+  bool finite;  // no NaN, no infinity
+  T norm2;      // largest sum of squares of a row, if asked for
 };
 
 // What stage_rows looks for in a tile.
 // kAsIs: nothing; the tile counts as finite.
 enum class Stage { kAsIs, kFinite, kFiniteCopy, kNorm };
 
-// Whether rows can be used where they lie: T, neighbouring columns, whole vectors, and rows at most `far` elements
-// apart (negative: never).
+// Whether rows can be used where they lie: T, neighbouring columns, whole vectors, and rows at most
+// `far` elements apart (negative: never).
 template <class T>
 inline bool lies_in_vectors(const TensorView& view, int64_t columns, int64_t far) {
   const DType own = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
@@ -354,12 +368,13 @@ inline StagedRows<T> place_rows(const TensorView& view, const Rows& rows, int64_
   return {buffer, padded, true, T(0)};
 }
 
-// The same for a tile that is read many times, so that its rows should not fall into the same cache sets.
-// kNorm looks for the largest norm, which says too whether all is finite (an overflow counts as not: the safe
-// side); kFiniteCopy copies a tile that is not finite, with 0 for NaN and infinity.
-// Even: the rows are row_stride apart.
+// The same for a tile that is read many times, so that its rows should not fall into the same cache
+// sets. kNorm looks for the largest norm, which says too whether all is finite (an overflow counts
+// as not: the safe side); kFiniteCopy copies a tile that is not finite, with 0 for NaN and
+// infinity. Even: the rows are row_stride apart.
 template <class T>
-inline StagedRows<T> stage_rows(const TensorView& view, const Rows& rows, bool even, Stage stage, T* buffer) {
+inline StagedRows<T> stage_rows(const TensorView& view, const Rows& rows, bool even, Stage stage,
+                                T* buffer) {
   const int64_t padded = round_up_to_vector<T>(rows.columns);
   StagedRows<T> tile = place_rows<T>(view, rows, even ? 2 * rows.columns : -1, buffer);
   if (stage == Stage::kAsIs) return tile;
@@ -390,20 +405,21 @@ inline T load_scalar(const char* p, DType dtype) {
 
 // Rows of whole vectors back into a tensor: row i at first + i * row_stride, times factor.
 template <class T>
-inline void store_rows(const TensorView& view, const char* first, int64_t count, int64_t columns, const T* src,
-                       T factor = T(1)) {
+inline void store_rows(const TensorView& view, const char* first, int64_t count, int64_t columns,
+                       const T* src, T factor = T(1)) {
   constexpr int w = kWidth<T>;
   const int64_t padded = round_up_to_vector<T>(columns);
   dispatch_storage<T>(view.dtype, [&](auto* tag) {
     using S = typename std::remove_pointer<decltype(tag)>::type;
     if constexpr (kIsOutput<S>) {
       S* out = reinterpret_cast<S*>(const_cast<char*>(first));
-      const int64_t whole = view.column_stride == 1 ? columns / w * w : 0;  // columns to store as vectors
+      const int64_t whole =
+          view.column_stride == 1 ? columns / w * w : 0;  // columns to store as vectors
       for (int64_t i = 0; i < count; ++i, out += view.row_stride, src += padded) {
         for (int64_t c = 0; c < whole; c += w) store_as(out + c, load(src + c) * factor);
         for (int64_t c = whole; c < columns; c += w) {
-          store_some<T>(out + c * view.column_stride, view.column_stride, columns - c < w ? columns - c : w,
-                        load(src + c) * factor);
+          store_some<T>(out + c * view.column_stride, view.column_stride,
+                        columns - c < w ? columns - c : w, load(src + c) * factor);
         }
       }
     }

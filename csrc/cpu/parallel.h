@@ -1,4 +1,5 @@
-// Threads for the serial kernels: torch's pool, a shared counter, and scratch memory for each worker.
+// Threads for the serial kernels: torch's pool, a shared counter, and scratch memory for each
+// worker.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -23,8 +24,9 @@ inline int64_t num_workers(int64_t tasks, double multiply_adds) {
   return std::max<int64_t>(std::min<int64_t>(tasks, torch::stable::get_num_threads()), 1);
 }
 
-// Aligned memory that a thread keeps for its next call, up to kKept bytes: the system clears every page that it
-// gives, at the price of some thousand multiply-adds. What no call touched has no pages.
+// Aligned memory that a thread keeps for its next call, up to kKept bytes: the system clears every
+// page that it gives, at the price of some thousand multiply-adds. What no call touched has no
+// pages.
 class Scratch {
  public:
   explicit Scratch(int64_t bytes) {
@@ -72,8 +74,8 @@ class Scratch {
   int64_t size_;
 };
 
-// While it lives, results too small for a normal number become 0 on this thread. Weights of far keys are that
-// small, and arithmetic on subnormals is up to fifty times slower.
+// While it lives, results too small for a normal number become 0 on this thread. Weights of far
+// keys are that small, and arithmetic on subnormals is up to fifty times slower.
 class FlushSubnormals {
  public:
 #if defined(__SSE__)
@@ -85,8 +87,9 @@ class FlushSubnormals {
 #endif
 };
 
-// body(task, worker) for every task, each worker taking the next ones: one, or a few neighbours where there are
-// many (one at a time, 128 heads of 64 rows took 5 % longer on two Xeon cores, 2026-11). The body must not throw.
+// body(task, worker) for every task, each worker taking the next ones: one, or a few neighbours
+// where there are many (one at a time, 128 heads of 64 rows took 5 % longer on two Xeon cores,
+// 2026-11). The body must not throw.
 template <class F>
 void run_tasks(int64_t tasks, int64_t workers, const F& body) {
   if (workers <= 1) {

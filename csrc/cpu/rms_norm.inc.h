@@ -3,7 +3,8 @@
 //   r = 1 / sqrt(mean(x^2) + eps)        y = x^ w
 //   dx = r (dy w - x^ mean(dy w x^))     dw = sum over rows of dy x^
 //
-// Serial over rows, sums in T. dw is summed over blocks of rows that the sizes fix, and the blocks in order.
+// Serial over rows, sums in T. dw is summed over blocks of rows that the sizes fix, and the blocks
+// in order.
 
 template <class T>
 struct RmsNorm {
@@ -22,7 +23,8 @@ struct RmsNorm {
         const T r = reciprocal(p, sum_of<T>(squares));
         for_columns<T>(p.width, [&](auto, int64_t c, int64_t count) {
           const Vec<T> weight = load_view<T>(p.weight, c * p.weight.column_stride, count);
-          store_some<T>(y + c * to, to, count, load_some<T>(x + c * from, from, count) * r * weight);
+          store_some<T>(y + c * to, to, count,
+                        load_some<T>(x + c * from, from, count) * r * weight);
         });
       }
     });
@@ -35,8 +37,8 @@ struct RmsNorm {
     dispatch_output<T>(p.input.dtype, [&](auto* tag) {
       using S = typename std::remove_pointer<decltype(tag)>::type;
       for (int64_t i = first; i < first + rows; ++i) {
-        backward_row(p, row_of<const S>(p.input, i), row_of<const S>(p.grad_output, i), row_of<S>(p.grad_input, i),
-                     sums);
+        backward_row(p, row_of<const S>(p.input, i), row_of<const S>(p.grad_output, i),
+                     row_of<S>(p.grad_input, i), sums);
       }
     });
   }
@@ -52,7 +54,8 @@ struct RmsNorm {
         for (int64_t block = 0; block < blocks; ++block) {
           total += load_some<T>(sums + block * p.width + c, 1, count);
         }
-        store_some<T>(out + c * p.grad_weight.column_stride, p.grad_weight.column_stride, count, total);
+        store_some<T>(out + c * p.grad_weight.column_stride, p.grad_weight.column_stride, count,
+                      total);
       });
     });
   }
@@ -64,14 +67,17 @@ struct RmsNorm {
   }
 
   template <class S>
-  static ATTENTION_EXT_INLINE void backward_row(const RmsNormParams& p, const S* x, const S* grad, S* out, T* sums) {
-    const int64_t from = p.input.column_stride, above = p.grad_output.column_stride, to = p.grad_input.column_stride;
+  static ATTENTION_EXT_INLINE void backward_row(const RmsNormParams& p, const S* x, const S* grad,
+                                                S* out, T* sums) {
+    const int64_t from = p.input.column_stride, above = p.grad_output.column_stride,
+                  to = p.grad_input.column_stride;
     Vec<T> squares[4] = {}, products[4] = {};
     for_columns<T>(p.width, [&](auto place, int64_t c, int64_t count) {
       const Vec<T> v = load_some<T>(x + c * from, from, count);
       const Vec<T> weight = load_view<T>(p.weight, c * p.weight.column_stride, count);
       squares[place()] = fma(v, v, squares[place()]);
-      products[place()] = fma(load_some<T>(grad + c * above, above, count) * weight, v, products[place()]);
+      products[place()] =
+          fma(load_some<T>(grad + c * above, above, count) * weight, v, products[place()]);
     });
     const T r = reciprocal(p, sum_of<T>(squares));
     const T mean = sum_of<T>(products) * r / static_cast<T>(p.width);

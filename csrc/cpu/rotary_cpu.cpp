@@ -10,8 +10,8 @@
 namespace attention_ext {
 namespace {
 
-Tensor rotary(Tensor x, Tensor cos, Tensor sin, std::optional<Tensor> positions, bool interleaved, bool inverse,
-              int64_t position_dim) {
+Tensor rotary(Tensor x, Tensor cos, Tensor sin, std::optional<Tensor> positions, bool interleaved,
+              bool inverse, int64_t position_dim) {
   RotaryCall c = pack_rotary_call(x, cos, sin, positions, interleaved, inverse, position_dim);
   RotaryParams& r = c.params;
   const Geometry g = geometry(x);
@@ -29,12 +29,12 @@ Tensor rotary(Tensor x, Tensor cos, Tensor sin, std::optional<Tensor> positions,
   const double work = 2.0 * c.num_places * c.length * r.head_dim;
   run_tasks(tasks, num_workers(tasks, work), [&](int64_t task, int64_t) {
     const int64_t place = task / blocks, first = task % blocks * kRows;
-    const int64_t* given = c.positions.empty()
-                               ? nullptr
-                               : c.positions.data() + place / c.places_per_sequence * c.length + first;
+    const int64_t* given =
+        c.positions.empty() ? nullptr
+                            : c.positions.data() + place / c.places_per_sequence * c.length + first;
     kernel.rotate(r, {row_offset(c.places, place) + first * r.input.row_stride,
-                      row_offset(written, place) + first * r.output.row_stride, std::min(kRows, c.length - first), first,
-                      given});
+                      row_offset(written, place) + first * r.output.row_stride,
+                      std::min(kRows, c.length - first), first, given});
   });
   return output;
 }
@@ -42,4 +42,6 @@ Tensor rotary(Tensor x, Tensor cos, Tensor sin, std::optional<Tensor> positions,
 }  // namespace
 }  // namespace attention_ext
 
-STABLE_TORCH_LIBRARY_IMPL(attention_ext, CPU, m) { m.impl("rotary", TORCH_BOX(&attention_ext::rotary)); }
+STABLE_TORCH_LIBRARY_IMPL(attention_ext, CPU, m) {
+  m.impl("rotary", TORCH_BOX(&attention_ext::rotary));
+}

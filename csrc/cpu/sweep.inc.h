@@ -1,11 +1,13 @@
-// What every pass over the scores after the forward shares: super-blocks of rows against kv tiles, with P
-// recomputed from the softmax state (m, l) of each row. Derived: backward, mask gradient, weights, tangents.
+// What every pass over the scores after the forward shares: super-blocks of rows against kv tiles,
+// with P recomputed from the softmax state (m, l) of each row. Derived: backward, mask gradient,
+// weights, tangents.
 //
 //   P = 2^(score(scale * Q K^T) * log2(e) - m) / l = exp(score(scale * Q K^T) - lse)
 //
 // The exponent has the forward's bits, where lse, rounded, would cost digits if scores are large.
 
-// dK or dV (or their tangents) of one unit, whole vectors of columns: in an accumulator or in the gradient itself.
+// dK or dV (or their tangents) of one unit, whole vectors of columns: in an accumulator or in the
+// gradient itself.
 template <class T>
 struct KeySums {
   T* data;
@@ -65,8 +67,8 @@ class Sweep {
   int64_t stride() const { return tiles_ * kLanes<T>; }  // of tiles [key][row of the super-block]
   T* query_of(int64_t t) const { return query_lanes_ + t * p_.head_dim * kLanes<T>; }
 
-  // body() for each super-block of rows [first_row, last_row) of the unit, with its tiles started; super-blocks are
-  // of about equal size.
+  // body() for each super-block of rows [first_row, last_row) of the unit, with its tiles started;
+  // super-blocks are of about equal size.
   template <class F>
   void for_super_blocks(int64_t unit, int64_t first_row, int64_t last_row, F&& body) {
     find_unit(p_, unit, unit_);
@@ -76,7 +78,8 @@ class Sweep {
   void for_super_blocks(int64_t first_row, int64_t last_row, F&& body) {
     if (unit_.rows(p_) < last_row) last_row = unit_.rows(p_);
     for (int64_t row = first_row; row < last_row; row += tiles_ * kLanes<T>) {
-      const int64_t left = (last_row - row + kLanes<T> - 1) / kLanes<T>, blocks = (left + most_tiles_ - 1) / most_tiles_;
+      const int64_t left = (last_row - row + kLanes<T> - 1) / kLanes<T>,
+                    blocks = (left + most_tiles_ - 1) / most_tiles_;
       tiles_ = (left + blocks - 1) / blocks;
       for (int64_t t = 0; t < tiles_; ++t) start(t, row + t * kLanes<T>);
       if (p_.has_few_rows(FewRows<T>::kMost)) normalize();
@@ -93,13 +96,14 @@ class Sweep {
     for (int64_t k = begin / kBlock * kBlock; k < stop; k += kBlock) {
       first_key_ = k;
       count_ = stop - k < kBlock ? stop - k : kBlock;
-      key_ = stage_keys<T>(p_, unit_, p_.key, p_.key_group, k, count_, p_.head_dim, Stage::kFinite, key_buffer_,
-                           key_row_);
+      key_ = stage_keys<T>(p_, unit_, p_.key, p_.key_group, k, count_, p_.head_dim, Stage::kFinite,
+                           key_buffer_, key_row_);
       body();
     }
   }
 
-  // The same for all kv tiles, without the limit: what a row's sums need before a stretch of keys is looked at.
+  // The same for all kv tiles, without the limit: what a row's sums need before a stretch of keys
+  // is looked at.
   template <class F>
   void for_all_kv_tiles(F&& body) {
     const KeyRange limit = key_limit_;
@@ -123,8 +127,9 @@ class Sweep {
     store(factor_ + lane, keep<T>(sum != T(0), T(1) / sum));
   }
 
-  // The forward of a unit with few rows sums its products in another order; where scores are large that shows in
-  // P's last digits, and the rows' factors are set anew from the sums as they are here.
+  // The forward of a unit with few rows sums its products in another order; where scores are large
+  // that shows in P's last digits, and the rows' factors are set anew from the sums as they are
+  // here.
   void normalize() {
     const LaneTile<T>& tile = tile_[0];
     Vec<T> sum[kVectors] = {};
@@ -133,10 +138,11 @@ class Sweep {
       if (cells.empty()) return;
       for (int i = 0; i < cells.segments.size; ++i) {
         const Segment& s = cells.segments.segment[i];
-        product_tile<T>(key_, query_lanes_ + s.first_vector * kWidth<T>, p_.head_dim, s, cells_, kLanes<T>);
+        product_tile<T>(key_, query_lanes_ + s.first_vector * kWidth<T>, p_.head_dim, s, cells_,
+                        kLanes<T>);
         for_cells(s, [&](int v, int64_t k) {
-          const Vec<T> x = cells.exponent(score_, load(cells_ + k * kLanes<T> + v * kWidth<T>), v, k,
-                                          load(reference_ + v * kWidth<T>));
+          const Vec<T> x = cells.exponent(score_, load(cells_ + k * kLanes<T> + v * kWidth<T>), v,
+                                          k, load(reference_ + v * kWidth<T>));
           sum[v] += keep<T>(cells.visible(v, k), exp2_or_zero<T>(x));
         });
       }
@@ -145,13 +151,15 @@ class Sweep {
     if (p_.sinks.data) read_sinks(p_, unit_, tile, sink);
     for (int v = 0; v < tile.vectors(); ++v) {
       Vec<T> total = sum[v];
-      if (p_.sinks.data) total += exp2_or_zero<T>(load(sink + v * kWidth<T>) - load(reference_ + v * kWidth<T>));
+      if (p_.sinks.data)
+        total += exp2_or_zero<T>(load(sink + v * kWidth<T>) - load(reference_ + v * kWidth<T>));
       store(sum_ + v * kWidth<T>, keep<T>(load(sum_ + v * kWidth<T>) != T(0), total));
       set_factor(v * kWidth<T>);
     }
   }
 
-  // dst[column][lane] in the vectors that hold a row: the tile's rows of a tensor, or 0 if it is absent.
+  // dst[column][lane] in the vectors that hold a row: the tile's rows of a tensor, or 0 if it is
+  // absent.
   void pack_rows(const TensorView& view, const LaneTile<T>& tile, int64_t columns, T* dst) const {
     if (!view.data) {
       memset(dst, 0, columns * kLanes<T> * sizeof(T));
@@ -159,11 +167,13 @@ class Sweep {
     }
     const char* row[kLanes<T>];
     row_addresses(view, p_, unit_, tile, row);
-    pack_lanes<T>({row, tile.count, view.column_stride, columns, view.dtype}, tile.vectors() * kWidth<T>, kLanes<T>, dst);
+    pack_lanes<T>({row, tile.count, view.column_stride, columns, view.dtype},
+                  tile.vectors() * kWidth<T>, kLanes<T>, dst);
   }
 
   // lanes[lane] = rowsum(a * b) of two tensors shaped like the output; 0 if one is absent.
-  void dot_outputs(const TensorView& a, const TensorView& b, const LaneTile<T>& tile, T* lanes) const {
+  void dot_outputs(const TensorView& a, const TensorView& b, const LaneTile<T>& tile,
+                   T* lanes) const {
     memset(lanes, 0, kLanes<T> * sizeof(T));
     if (!a.data || !b.data) return;
     const char *a_row[kLanes<T>], *b_row[kLanes<T>];
@@ -173,18 +183,19 @@ class Sweep {
                 {b_row, tile.count, b.column_stride, p_.value_dim, b.dtype}, lanes);
   }
 
-  // dst[key][lane] for the cells of a lane tile: an [L][S] tensor (gradient of the weights, tangent of the mask).
+  // dst[key][lane] for the cells of a lane tile: an [L][S] tensor (gradient of the weights, tangent
+  // of the mask).
   void pack_cells(const TensorView& view, const CellTile<T>& cells, T* dst) const {
     const char* row[kLanes<T>];
     row_addresses(view, p_, unit_, cells.lanes, row);
     const int64_t skip = (first_key_ + cells.begin) * view.column_stride * size_of(view.dtype);
     for (int64_t lane = 0; lane < kLanes<T>; ++lane) row[lane] += skip;
-    pack_lanes<T>({row, cells.lanes.count, view.column_stride, cells.end - cells.begin, view.dtype}, kLanes<T>,
-                  kLanes<T>, dst + cells.begin * kLanes<T>);
+    pack_lanes<T>({row, cells.lanes.count, view.column_stride, cells.end - cells.begin, view.dtype},
+                  kLanes<T>, kLanes<T>, dst + cells.begin * kLanes<T>);
   }
 
-  // Rows for the sums over queries; NaN and infinity are left out and the answer is false. The missing rows of a
-  // vector are 0.
+  // Rows for the sums over queries; NaN and infinity are left out and the answer is false. The
+  // missing rows of a vector are 0.
   bool finite_rows(const TensorView& view, const LaneTile<T>& tile, int64_t columns, T* dst) const {
     const int64_t padded = round_up_to_vector<T>(columns);
     if (!view.data) {
@@ -205,10 +216,13 @@ class Sweep {
   StagedRows<T> stage_lanes(const TensorView& view, int64_t columns, T* buffer) const {
     const LaneTile<T>& last = tile_[tiles_ - 1];
     const int64_t count = (tiles_ - 1) * kLanes<T> + last.count;
-    if (p_.heads_per_unit == 1 && count % kWidth<T> == 0 && lies_in_vectors<T>(view, columns, 2 * columns)) {
-      const char* first = address(view, p_, unit_, unit_.first_head, unit_.query_start + tile_[0].queries[0]);
+    if (p_.heads_per_unit == 1 && count % kWidth<T> == 0 &&
+        lies_in_vectors<T>(view, columns, 2 * columns)) {
+      const char* first =
+          address(view, p_, unit_, unit_.first_head, unit_.query_start + tile_[0].queries[0]);
       const T* rows = reinterpret_cast<const T*>(first);
-      if (all_finite(rows, view.row_stride, count, columns)) return {rows, view.row_stride, true, T(0)};
+      if (all_finite(rows, view.row_stride, count, columns))
+        return {rows, view.row_stride, true, T(0)};
     }
     const int64_t padded = round_up_to_vector<T>(columns);
     bool finite = true;
@@ -218,11 +232,12 @@ class Sweep {
     return {buffer, padded, finite, T(0)};
   }
 
-  // The current kv tile's rows of key, value or their tangents (view), as they are or with 0 for what is not
-  // finite; an absent tensor is 0.
-  StagedRows<T> stage(const TensorView& view, int64_t group, int64_t columns, Stage stage, T* buffer,
-                      const char** row) const {
-    if (view.data) return stage_keys<T>(p_, unit_, view, group, first_key_, count_, columns, stage, buffer, row);
+  // The current kv tile's rows of key, value or their tangents (view), as they are or with 0 for
+  // what is not finite; an absent tensor is 0.
+  StagedRows<T> stage(const TensorView& view, int64_t group, int64_t columns, Stage stage,
+                      T* buffer, const char** row) const {
+    if (view.data)
+      return stage_keys<T>(p_, unit_, view, group, first_key_, count_, columns, stage, buffer, row);
     const int64_t padded = round_up_to_vector<T>(columns);
     memset(buffer, 0, count_ * padded * sizeof(T));
     return {buffer, padded, true, T(0)};
@@ -241,8 +256,9 @@ class Sweep {
       for (int v = 0; v < tile_[t].vectors(); ++v) {
         const KeyRange keys = cells.keys_of(v);
         T* const column = dropout_ + v * kWidth<T>;
-        for_dropout_factors(dropout, tile_[t], v, first_key_, keys.begin, keys.end,
-                            [=](int64_t k, Vec<T> factor) { store(column + k * kLanes<T>, factor); });
+        for_dropout_factors(
+            dropout, tile_[t], v, first_key_, keys.begin, keys.end,
+            [=](int64_t k, Vec<T> factor) { store(column + k * kLanes<T>, factor); });
       }
       cells.dropout = dropout_;
     }
@@ -250,11 +266,14 @@ class Sweep {
   }
 
   // P of a cell from its raw product; 0 where hidden, in empty rows and where there is no row.
-  ATTENTION_EXT_INLINE Vec<T> prob(const CellTile<T>& cells, Vec<T> dot, int64_t t, int v, int64_t key) const {
+  ATTENTION_EXT_INLINE Vec<T> prob(const CellTile<T>& cells, Vec<T> dot, int64_t t, int v,
+                                   int64_t key) const {
     const int64_t lane = t * kLanes<T> + v * kWidth<T>;
     const Vec<T> factor = load(factor_ + lane);
-    const Vec<T> power = exp2_or_zero<T>(cells.exponent(score_, dot, v, key, load(reference_ + lane)));
-    return keep<T>(cells.visible(v, key) & (factor != T(0)), share<T>(power, load(sum_ + lane), factor));
+    const Vec<T> power =
+        exp2_or_zero<T>(cells.exponent(score_, dot, v, key, load(reference_ + lane)));
+    return keep<T>(cells.visible(v, key) & (factor != T(0)),
+                   share<T>(power, load(sum_ + lane), factor));
   }
 
   // f(v, key) for the vectors of cells of a segment.
@@ -268,17 +287,21 @@ class Sweep {
   // The tile's columns of a [key][row] array to 0, unless one segment will fill them all.
   void clear_unless_whole(const CellTile<T>& cells, int64_t t, T* array) const {
     const Segments<T>& s = cells.segments;
-    const bool whole = !cells.empty() && s.size == 1 && s.segment[0].end - s.segment[0].begin == count_ &&
+    const bool whole = !cells.empty() && s.size == 1 &&
+                       s.segment[0].end - s.segment[0].begin == count_ &&
                        s.segment[0].last_vector - s.segment[0].first_vector == kVectors;
     if (!whole) clear(t, array);
   }
   void clear(int64_t t, T* array) const {
-    for (int64_t k = 0; k < count_; ++k) memset(array + k * stride() + t * kLanes<T>, 0, kLanes<T> * sizeof(T));
+    for (int64_t k = 0; k < count_; ++k)
+      memset(array + k * stride() + t * kLanes<T>, 0, kLanes<T> * sizeof(T));
   }
 
-  // 0 in the cells that for_key_blocks reads beyond those that a vector's rows see: its blocks of keys begin
-  // and end up to so many keys away. All cells that they see are computed, or none, unless a mask cut the segments.
-  void clear_around(const CellTile<T>& cells, int64_t t, T* array, int64_t away = kBlockRows<> - 1) const {
+  // 0 in the cells that for_key_blocks reads beyond those that a vector's rows see: its blocks of
+  // keys begin and end up to so many keys away. All cells that they see are computed, or none,
+  // unless a mask cut the segments.
+  void clear_around(const CellTile<T>& cells, int64_t t, T* array,
+                    int64_t away = kBlockRows<> - 1) const {
     if (cells.trimmed) return clear(t, array);
     const LaneTile<T>& lanes = cells.lanes;
     for (int v = 0; v < lanes.vectors(); ++v) {
@@ -288,28 +311,31 @@ class Sweep {
       for (int64_t k = begin > away ? begin - away : 0; k < (cells.empty() ? end : begin); ++k) {
         store(column + k * stride(), Vec<T>{});
       }
-      for (int64_t k = end; k < end + away && k < count_; ++k) store(column + k * stride(), Vec<T>{});
+      for (int64_t k = end; k < end + away && k < count_; ++k)
+        store(column + k * stride(), Vec<T>{});
     }
   }
 
   // out += (rows left out of a product because they are not finite) for the cells that see them:
   // out[column][lane] += weight[key][lane] * rows[key][column].
-  void add_non_finite_keys(const CellTile<T>& cells, const TensorView& view, const char* const* row, int64_t columns,
-                           const T* weight, int64_t weight_stride, T* out) const {
+  void add_non_finite_keys(const CellTile<T>& cells, const TensorView& view, const char* const* row,
+                           int64_t columns, const T* weight, int64_t weight_stride, T* out) const {
     const int64_t step = view.column_stride * size_of(view.dtype);
     for (int64_t k = 0; k < count_; ++k) {
       for (int64_t c = 0; c < columns; ++c) {
         const T x = load_scalar<T>(row[k] + c * step, view.dtype);
         if (x - x == T(0)) continue;
         for (int64_t lane = 0; lane < cells.lanes.count; ++lane) {
-          if (cells.cell_visible(lane, k)) out[c * kLanes<T> + lane] += weight[k * weight_stride + lane] * x;
+          if (cells.cell_visible(lane, k))
+            out[c * kLanes<T> + lane] += weight[k * weight_stride + lane] * x;
         }
       }
     }
   }
-  // sums[key][column] += factor * weight[key][lane] * lanes[column][lane], lanes that are not finite only.
-  void add_non_finite_lanes(const CellTile<T>& cells, const T* lanes, int64_t columns, const T* weight,
-                            int64_t weight_stride, const KeySums<T>& sums) const {
+  // sums[key][column] += factor * weight[key][lane] * lanes[column][lane], lanes that are not
+  // finite only.
+  void add_non_finite_lanes(const CellTile<T>& cells, const T* lanes, int64_t columns,
+                            const T* weight, int64_t weight_stride, const KeySums<T>& sums) const {
     for (int64_t lane = 0; lane < cells.lanes.count; ++lane) {
       for (int64_t c = 0; c < columns; ++c) {
         const T x = lanes[c * kLanes<T> + lane];
@@ -324,12 +350,14 @@ class Sweep {
   }
 
   // The tile's rows of a gradient: lanes[column][lane] * factor, in the caller's layout.
-  void write_lanes(const TensorView& view, const LaneTile<T>& tile, const T* lanes, int64_t columns, T factor) const {
+  void write_lanes(const TensorView& view, const LaneTile<T>& tile, const T* lanes, int64_t columns,
+                   T factor) const {
     alignas(64) T factors[kLanes<T>];
     for (int64_t lane = 0; lane < kLanes<T>; ++lane) factors[lane] = factor;
     const char* row[kLanes<T>];
     row_addresses(view, p_, unit_, tile, row);
-    unpack_lanes<T>(lanes, kLanes<T>, factors, {row, tile.count, view.column_stride, columns, view.dtype});
+    unpack_lanes<T>(lanes, kLanes<T>, factors,
+                    {row, tile.count, view.column_stride, columns, view.dtype});
   }
 
   const AttentionParams& p_;
@@ -346,7 +374,8 @@ class Sweep {
   T* factor_;          // [rows]: 1 / l
   T* query_lanes_;     // [tiles][head_dim][kLanes]
 
-  KeyRange key_limit_{0, INT64_MAX};  // kv tiles outside are left out; begin is a multiple of kBlock
+  KeyRange key_limit_{0,
+                      INT64_MAX};  // kv tiles outside are left out; begin is a multiple of kBlock
 
   // Of the current kv tile.
   int64_t first_key_ = 0, count_ = 0;
@@ -358,13 +387,16 @@ class Sweep {
   T* cells_;       // [kBlock][kLanes]: products, for normalize()
 };
 
-// f(key, Constant<keys>, first row, last row): the rows of the super-block, in whole vectors, that see any key
-// of each block of kKeys keys; first == last if none does.
+// f(key, Constant<keys>, first row, last row): the rows of the super-block, in whole vectors, that
+// see any key of each block of kKeys keys; first == last if none does.
 template <class T, int kKeys = kBlockRows<>, class F>
-inline void for_key_blocks(const LaneTile<T>* tile, int64_t tiles, int64_t first_key, int64_t count, F&& f) {
+inline void for_key_blocks(const LaneTile<T>* tile, int64_t tiles, int64_t first_key, int64_t count,
+                           F&& f) {
   constexpr int kVectors = Tuning::kLaneVectors;
   const int vectors = static_cast<int>((tiles - 1) * kVectors + tile[tiles - 1].vectors());
-  const auto end_of = [&](int v) { return tile[v / kVectors].end[(v % kVectors + 1) * kWidth<T> - 1]; };
+  const auto end_of = [&](int v) {
+    return tile[v / kVectors].end[(v % kVectors + 1) * kWidth<T> - 1];
+  };
   const auto begin_of = [&](int v) { return tile[v / kVectors].begin[v % kVectors * kWidth<T>]; };
   int first = 0, last = 0;
   for_row_blocks<kKeys>(0, count, [&](int64_t k, auto rows) {

@@ -26,7 +26,8 @@ struct Swiglu {
         S* y = row_of<S>(p.output, i);
         for_columns<T>(p.width, [&](auto, int64_t c, int64_t count) {
           const Vec<T> g = load_some<T>(gate + c * from, from, count);
-          store_some<T>(y + c * to, to, count, g * sigmoid(g).value * load_some<T>(up + c * from, from, count));
+          store_some<T>(y + c * to, to, count,
+                        g * sigmoid(g).value * load_some<T>(up + c * from, from, count));
         });
       }
     });
@@ -44,10 +45,12 @@ struct Swiglu {
         S* grad_gate = row_of<S>(p.grad_input, i);
         S* grad_up = grad_gate + p.width * to;
         for_columns<T>(p.width, [&](auto, int64_t c, int64_t count) {
-          const Vec<T> g = load_some<T>(gate + c * from, from, count), u = load_some<T>(up + c * from, from, count);
+          const Vec<T> g = load_some<T>(gate + c * from, from, count),
+                       u = load_some<T>(up + c * from, from, count);
           const Vec<T> dy = load_some<T>(upstream + c * above, above, count);
           const Sigmoid s = sigmoid(g);
-          store_some<T>(grad_gate + c * to, to, count, dy * u * s.value * fma(g, s.complement, broadcast(T(1))));
+          store_some<T>(grad_gate + c * to, to, count,
+                        dy * u * s.value * fma(g, s.complement, broadcast(T(1))));
           store_some<T>(grad_up + c * to, to, count, dy * (g * s.value));
         });
       }

@@ -30,7 +30,9 @@ class TangentSweep : public Sweep<T> {
     mask_tangent_ = arena_.template take<T>(c_.tangent.attn_mask.data ? kBlock * kLanes<T> : 0);
   }
 
-  T* query_tangent_of(int64_t t) const { return query_tangent_lanes_ + t * p_.head_dim * kLanes<T>; }
+  T* query_tangent_of(int64_t t) const {
+    return query_tangent_lanes_ + t * p_.head_dim * kLanes<T>;
+  }
 
   void start_tangent_rows() {
     for (int64_t t = 0; t < tiles_; ++t) {
@@ -42,23 +44,25 @@ class TangentSweep : public Sweep<T> {
   }
 
   void stage_tangent_keys(Stage values) {
-    key_tangent_ = this->stage(c_.tangent.key, p_.key_group, p_.head_dim, Stage::kFinite, key_tangent_buffer_,
-                               key_tangent_row_);
+    key_tangent_ = this->stage(c_.tangent.key, p_.key_group, p_.head_dim, Stage::kFinite,
+                               key_tangent_buffer_, key_tangent_row_);
     value_ = this->stage(p_.value, p_.value_group, p_.value_dim, values, value_buffer_, value_row_);
-    value_tangent_ = this->stage(c_.tangent.value, p_.value_group, p_.value_dim, values, value_tangent_buffer_,
-                                 value_tangent_row_);
+    value_tangent_ = this->stage(c_.tangent.value, p_.value_group, p_.value_dim, values,
+                                 value_tangent_buffer_, value_tangent_row_);
   }
 
-  // dot[key][lane] = K Q^T and dot_tangent = K' Q^T + K Q'^T, without the scale. `spare` is a tile as well.
-  void products(int64_t t, const Segment& s, T* dot, T* dot_tangent, T* spare, int64_t stride) const {
+  // dot[key][lane] = K Q^T and dot_tangent = K' Q^T + K Q'^T, without the scale. `spare` is a tile
+  // as well.
+  void products(int64_t t, const Segment& s, T* dot, T* dot_tangent, T* spare,
+                int64_t stride) const {
     const int64_t first = s.first_vector * kWidth<T>;
     product_tile<T>(key_, this->query_of(t) + first, p_.head_dim, s, dot, stride);
-    product_sum(key_tangent_, this->query_of(t) + first, key_, query_tangent_of(t) + first, p_.head_dim, s,
-                dot_tangent, spare, stride);
+    product_sum(key_tangent_, this->query_of(t) + first, key_, query_tangent_of(t) + first,
+                p_.head_dim, s, dot_tangent, spare, stride);
   }
   // out = A x + B y, both with the same depth.
-  static void product_sum(const StagedRows<T>& a, const T* x, const StagedRows<T>& b, const T* y, int64_t depth,
-                          const Segment& s, T* out, T* spare, int64_t stride) {
+  static void product_sum(const StagedRows<T>& a, const T* x, const StagedRows<T>& b, const T* y,
+                          int64_t depth, const Segment& s, T* out, T* spare, int64_t stride) {
     product_tile<T>(a, x, depth, s, out, stride);
     product_tile<T>(b, y, depth, s, spare, stride);
     Sweep<T>::for_cells(s, [&](int v, int64_t k) {
@@ -68,8 +72,8 @@ class TangentSweep : public Sweep<T> {
   }
 
   // s' of a cell; what hidden cells hold is for the caller to select away.
-  ATTENTION_EXT_INLINE Vec<T> score_tangent(const CellTile<T>& cells, int64_t t, int v, int64_t k, Vec<T> first_slope,
-                                            Vec<T> dot_tangent) const {
+  ATTENTION_EXT_INLINE Vec<T> score_tangent(const CellTile<T>& cells, int64_t t, int v, int64_t k,
+                                            Vec<T> first_slope, Vec<T> dot_tangent) const {
     Vec<T> x = first_slope * (dot_tangent * score_.scale);
     if (c_.tangent.attn_mask.data) x += load(mask_tangent_ + k * kLanes<T> + v * kWidth<T>);
     if (c_.tangent.alibi_slopes.data) {
@@ -88,10 +92,10 @@ class TangentSweep : public Sweep<T> {
   const char* key_tangent_row_[kBlock];
   const char* value_row_[kBlock];
   const char* value_tangent_row_[kBlock];
-  T* key_tangent_buffer_;    // [kBlock][head_dim, padded]
-  T* value_buffer_;          // [kBlock][value_dim, padded]
+  T* key_tangent_buffer_;  // [kBlock][head_dim, padded]
+  T* value_buffer_;        // [kBlock][value_dim, padded]
   T* value_tangent_buffer_;
-  T* mask_tangent_;          // [kBlock][kLanes]: of one lane tile
+  T* mask_tangent_;  // [kBlock][kLanes]: of one lane tile
 };
 
 template <class T>
@@ -101,7 +105,8 @@ class Tangent : public TangentSweep<T> {
     return Tangent::tiles_that_fit(2 * c.grad.forward.head_dim + c.grad.forward.value_dim);
   }
 
-  Tangent(const TangentParams& params, void* memory) : TangentSweep<T>(params, most_tiles(params), memory) {
+  Tangent(const TangentParams& params, void* memory)
+      : TangentSweep<T>(params, most_tiles(params), memory) {
     acc_ = arena_.template take<T>(this->most_rows() * p_.value_dim);
     output_lanes_ = arena_.template take<T>(kLanes<T> * p_.value_dim);
     lse_tangent_ = arena_.template take<T>(this->most_rows());
@@ -133,7 +138,8 @@ class Tangent : public TangentSweep<T> {
   void lane_tile(int64_t t) {
     const CellTile<T> cells = this->cells_of(t);
     if (cells.empty()) return;
-    if (c_.tangent.attn_mask.data) this->pack_cells(c_.tangent.attn_mask, cells, this->mask_tangent_);
+    if (c_.tangent.attn_mask.data)
+      this->pack_cells(c_.tangent.attn_mask, cells, this->mask_tangent_);
     T *probs = cell_[0], *moved = cell_[1], *spare = cell_[2];
     T* acc = acc_ + t * p_.value_dim * kLanes<T>;
     T* lse_tangent = lse_tangent_ + t * kLanes<T>;
@@ -143,9 +149,10 @@ class Tangent : public TangentSweep<T> {
       this->for_cells(s, [&](int v, int64_t k) {
         const int64_t place = k * kLanes<T> + v * kWidth<T>;
         const Vec<T> dot = load(probs + place), prob = this->prob(cells, dot, t, v, k);
-        const Vec<T> tangent =
-            this->score_tangent(cells, t, v, k, score_slope(score_, dot).first, load(moved + place));
-        const Vec<T> product = keep<T>(cells.visible(v, k), prob * tangent), factor = cells.dropout_at(v, k);
+        const Vec<T> tangent = this->score_tangent(cells, t, v, k, score_slope(score_, dot).first,
+                                                   load(moved + place));
+        const Vec<T> product = keep<T>(cells.visible(v, k), prob * tangent),
+                     factor = cells.dropout_at(v, k);
         store(lse_tangent + v * kWidth<T>, load(lse_tangent + v * kWidth<T>) + product);
         store(probs + place, prob * factor);
         store(moved + place, product * factor);
@@ -154,10 +161,12 @@ class Tangent : public TangentSweep<T> {
       add_transposed_product<T>(this->value_tangent_, p_.value_dim, s, probs, kLanes<T>, acc);
     }
     if (!this->value_.finite) {
-      this->add_non_finite_keys(cells, p_.value, this->value_row_, p_.value_dim, moved, kLanes<T>, acc);
+      this->add_non_finite_keys(cells, p_.value, this->value_row_, p_.value_dim, moved, kLanes<T>,
+                                acc);
     }
     if (!this->value_tangent_.finite) {
-      this->add_non_finite_keys(cells, c_.tangent.value, this->value_tangent_row_, p_.value_dim, probs, kLanes<T>, acc);
+      this->add_non_finite_keys(cells, c_.tangent.value, this->value_tangent_row_, p_.value_dim,
+                                probs, kLanes<T>, acc);
     }
   }
 
@@ -171,7 +180,8 @@ class Tangent : public TangentSweep<T> {
       read_heads(c_.tangent.sinks, p_, unit_, tile, direction);
       for (int v = 0; v < tile.vectors(); ++v) {
         const int64_t lane = v * kWidth<T>, row = t * kLanes<T> + lane;
-        const Vec<T> share = exp2_or_zero<T>(load(sink + lane) - load(this->reference_ + row)) * load(this->factor_ + row);
+        const Vec<T> share = exp2_or_zero<T>(load(sink + lane) - load(this->reference_ + row)) *
+                             load(this->factor_ + row);
         store(lse_tangent + lane, load(lse_tangent + lane) + share * load(direction + lane));
       }
     }
@@ -180,7 +190,8 @@ class Tangent : public TangentSweep<T> {
     for (int64_t c = 0; c < p_.value_dim; ++c) {
       for (int v = 0; v < tile.vectors(); ++v) {
         const int64_t place = c * kLanes<T> + v * kWidth<T>;
-        store(acc + place, fma(-load(lse_tangent + v * kWidth<T>), load(output_lanes_ + place), load(acc + place)));
+        store(acc + place, fma(-load(lse_tangent + v * kWidth<T>), load(output_lanes_ + place),
+                               load(acc + place)));
       }
     }
     this->write_lanes(c_.output_tangent, tile, acc, p_.value_dim, T(1));

@@ -16,8 +16,8 @@ struct Direction {
   Optional query, key, value, attn_mask, alibi_slopes, sinks;
 };
 
-InputViews pack_direction(const Call& call, const Direction& d, const Tensor& query, const Tensor& key,
-                          const Tensor& value, const AttentionOptions& o) {
+InputViews pack_direction(const Call& call, const Direction& d, const Tensor& query,
+                          const Tensor& key, const Tensor& value, const AttentionOptions& o) {
   const int64_t head_place = call.packed ? 2 : 3;
   const auto input_view = [&](const char* name, Optional t, const Tensor& of) {
     if (!t) return TensorView{};
@@ -44,8 +44,9 @@ InputViews pack_direction(const Call& call, const Direction& d, const Tensor& qu
   return views;
 }
 
-std::tuple<Tensor, Tensor> tangent(const AttentionOptions& options, Optional query_tangent, Optional key_tangent,
-                                   Optional value_tangent, Optional mask_tangent, Optional slopes_tangent,
+std::tuple<Tensor, Tensor> tangent(const AttentionOptions& options, Optional query_tangent,
+                                   Optional key_tangent, Optional value_tangent,
+                                   Optional mask_tangent, Optional slopes_tangent,
                                    Optional sinks_tangent, const Tensor& query, const Tensor& key,
                                    const Tensor& value, const Tensor& output, const Tensor& state) {
   Call call = pack_call(query, key, value, options);
@@ -53,52 +54,56 @@ std::tuple<Tensor, Tensor> tangent(const AttentionOptions& options, Optional que
   TangentParams c;
   c.grad.forward = call.params;
   c.tangent = pack_direction(
-      call, {query_tangent, key_tangent, value_tangent, mask_tangent, slopes_tangent, sinks_tangent}, query, key,
-      value, options);
+      call,
+      {query_tangent, key_tangent, value_tangent, mask_tangent, slopes_tangent, sinks_tangent},
+      query, key, value, options);
   int64_t sizes[kMaxDims];
   const int64_t dim = call.output_shape(call.params.value_dim, sizes);
   Tensor output_tangent = empty_laid_out_like(output, dim, sizes, output.scalar_type());
-  Tensor lse_tangent = empty_contiguous(output, dim - 1, sizes, accumulation_type(output.scalar_type()));
+  Tensor lse_tangent =
+      empty_contiguous(output, dim - 1, sizes, accumulation_type(output.scalar_type()));
   if (call.packed) {  // slack rows
     torch::stable::zero_(output_tangent);
     torch::stable::zero_(lse_tangent);
   }
   c.output_tangent = view_of(output_tangent, call, call.params.num_heads);
   c.lse_tangent = row_view_of(lse_tangent, call);
-  run_rows(c, call.params, table_for(query.scalar_type()).tangent, 2.5 * multiply_adds(call.params));
+  run_rows(c, call.params, table_for(query.scalar_type()).tangent,
+           2.5 * multiply_adds(call.params));
   return {std::move(output_tangent), std::move(lse_tangent)};
 }
 
-TangentParams pack_backward_tangent(Call& call, Optional grad_output_tangent, Optional grad_lse_tangent,
-                                    const Tensor& output_tangent, const Tensor& lse_tangent, const Direction& direction,
-                                    Optional grad_output, Optional grad_lse, const Tensor& query, const Tensor& key,
-                                    const Tensor& value, const Tensor& output, const Tensor& state,
-                                    const AttentionOptions& options) {
+TangentParams pack_backward_tangent(Call& call, Optional grad_output_tangent,
+                                    Optional grad_lse_tangent, const Tensor& output_tangent,
+                                    const Tensor& lse_tangent, const Direction& direction,
+                                    Optional grad_output, Optional grad_lse, const Tensor& query,
+                                    const Tensor& key, const Tensor& value, const Tensor& output,
+                                    const Tensor& state, const AttentionOptions& options) {
   set_results(call, output, state);
   TangentParams c;
   c.grad.grad_output = output_like_view(call, "grad_output", grad_output, output);
   c.grad.grad_lse = lse_like_view(call, "grad_lse", grad_lse, output);
   c.grad.forward = call.params;
   c.tangent = pack_direction(call, direction, query, key, value, options);
-  c.grad_output_tangent = output_like_view(call, "grad_output_tangent", grad_output_tangent, output);
+  c.grad_output_tangent =
+      output_like_view(call, "grad_output_tangent", grad_output_tangent, output);
   c.grad_lse_tangent = lse_like_view(call, "grad_lse_tangent", grad_lse_tangent, output);
   c.output_tangent = output_like_view(call, "output_tangent", output_tangent, output);
   c.lse_tangent = lse_like_view(call, "lse_tangent", lse_tangent, output);
   return c;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_tangent(const AttentionOptions& options, Optional grad_output_tangent,
-                                   Optional grad_lse_tangent, const Tensor& output_tangent,
-                                   const Tensor& lse_tangent, Optional query_tangent, Optional key_tangent,
-                                   Optional value_tangent, Optional mask_tangent, Optional slopes_tangent,
-                                   Optional sinks_tangent, Optional grad_output, Optional grad_lse,
-                                   const Tensor& query, const Tensor& key, const Tensor& value,
-                                   const Tensor& output, const Tensor& state) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_tangent(
+    const AttentionOptions& options, Optional grad_output_tangent, Optional grad_lse_tangent,
+    const Tensor& output_tangent, const Tensor& lse_tangent, Optional query_tangent,
+    Optional key_tangent, Optional value_tangent, Optional mask_tangent, Optional slopes_tangent,
+    Optional sinks_tangent, Optional grad_output, Optional grad_lse, const Tensor& query,
+    const Tensor& key, const Tensor& value, const Tensor& output, const Tensor& state) {
   Call call = pack_call(query, key, value, options);
   TangentParams c = pack_backward_tangent(
       call, grad_output_tangent, grad_lse_tangent, output_tangent, lse_tangent,
-      {query_tangent, key_tangent, value_tangent, mask_tangent, slopes_tangent, sinks_tangent}, grad_output, grad_lse,
-      query, key, value, output, state, options);
+      {query_tangent, key_tangent, value_tangent, mask_tangent, slopes_tangent, sinks_tangent},
+      grad_output, grad_lse, query, key, value, output, state, options);
   Gradients gradients(call, query, key, value, options);
   gradients.set_views(c.grad);
   std::optional<Tensor> delta_tangent;
@@ -114,23 +119,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_tangent(const Attent
     run_parts(c, c.grad.forward, table.backward_tangent, table, 6 * multiply_adds(call.params));
   }
   gradients.sum_slopes(call);
-  if (delta_tangent) gradients.sum_sink_tangents(call, state, lse_tangent, *delta_tangent, sinks_tangent, options);
+  if (delta_tangent)
+    gradients.sum_sink_tangents(call, state, lse_tangent, *delta_tangent, sinks_tangent, options);
   return all_results(gradients.finish(call));
 }
 
 Tensor mask_gradient_tangent(const AttentionOptions& options, Optional grad_output_tangent,
-                             Optional grad_lse_tangent, const Tensor& output_tangent, const Tensor& lse_tangent,
-                             Optional query_tangent, Optional key_tangent, Optional value_tangent,
-                             Optional mask_tangent, Optional slopes_tangent, Optional sinks_tangent,
-                             Optional grad_output, Optional grad_lse, const Tensor& query, const Tensor& key,
+                             Optional grad_lse_tangent, const Tensor& output_tangent,
+                             const Tensor& lse_tangent, Optional query_tangent,
+                             Optional key_tangent, Optional value_tangent, Optional mask_tangent,
+                             Optional slopes_tangent, Optional sinks_tangent, Optional grad_output,
+                             Optional grad_lse, const Tensor& query, const Tensor& key,
                              const Tensor& value, const Tensor& output, const Tensor& state) {
   Call call = pack_call(query, key, value, options);
   MaskGradParams m;
   m.call = pack_backward_tangent(
       call, grad_output_tangent, grad_lse_tangent, output_tangent, lse_tangent,
-      {query_tangent, key_tangent, value_tangent, mask_tangent, slopes_tangent, sinks_tangent}, grad_output, grad_lse,
-      query, key, value, output, state, options);
-  return mask_gradient(m, call, options.attn_mask.value(), table_for(query.scalar_type()).mask_gradient_tangent,
+      {query_tangent, key_tangent, value_tangent, mask_tangent, slopes_tangent, sinks_tangent},
+      grad_output, grad_lse, query, key, value, output, state, options);
+  return mask_gradient(m, call, options.attn_mask.value(),
+                       table_for(query.scalar_type()).mask_gradient_tangent,
                        3 * multiply_adds(call.params));
 }
 

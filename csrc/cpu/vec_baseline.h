@@ -7,9 +7,10 @@ namespace attention_ext {
 namespace ATTENTION_EXT_ISA {
 namespace {
 
-using Tuning = TuningOf</*kVectorBytes=*/16, /*kLaneVectors=*/2, /*kBlockKV=*/96, /*kForwardRows=*/128,
-                        /*kBackwardBlockKV=*/48, /*kBackwardRows=*/96, /*kCacheBytes=*/256 << 10,
-                        /*kPrefetchBytes=*/1 << 20>;
+using Tuning =
+    TuningOf</*kVectorBytes=*/16, /*kLaneVectors=*/2, /*kBlockKV=*/96, /*kForwardRows=*/128,
+             /*kBackwardBlockKV=*/48, /*kBackwardRows=*/96, /*kCacheBytes=*/256 << 10,
+             /*kPrefetchBytes=*/1 << 20>;
 #include "vec_types.inc.h"
 #include "vec_generic.inc.h"
 

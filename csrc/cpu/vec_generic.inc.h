@@ -53,9 +53,11 @@ inline Vec<float> load_float16(const uint16_t* p) {
   for (int i = 0; i < kWidth<float>; ++i) {
     const uint32_t sign = static_cast<uint32_t>(p[i] & 0x8000) << 16;
     const uint32_t rest = static_cast<uint32_t>(p[i] & 0x7fff) << 13;
-    // Multiplication by a power of two is exact and renormalises subnormals; infinity and NaN keep theirs.
+    // Multiplication by a power of two is exact and renormalises subnormals; infinity and NaN keep
+    // theirs.
     const float value = bits_to_float(rest) * 0x1p112f;
-    r[i] = rest >= 0x7c00u << 13 ? bits_to_float(0x7f800000u | rest | sign) : (sign ? -value : value);
+    r[i] =
+        rest >= 0x7c00u << 13 ? bits_to_float(0x7f800000u | rest | sign) : (sign ? -value : value);
   }
   return r;
 }
@@ -72,7 +74,7 @@ inline void store_float16(uint16_t* p, Vec<float> x) {
     if (bits > 0x7f800000) {
       half = 0x7e00 | ((bits >> 13) & 0x3ff);  // NaN
     } else if (bits >= 0x477ff000) {
-      half = 0x7c00;  // rounds to infinity
+      half = 0x7c00;                 // rounds to infinity
     } else if (bits < 0x38800000) {  // subnormal: let the float unit round at bit 2^-24
       float magnitude;
       memcpy(&magnitude, &bits, 4);

@@ -1,6 +1,6 @@
 // Arithmetic on Vec<T> that every instruction set shares: loads, stores, exp2, log2, transposes.
-// Only fma() may contract a product and a sum (the units are compiled with -ffp-contract=off), so that two
-// kernels that write the same formula round alike.
+// Only fma() may contract a product and a sum (the units are compiled with -ffp-contract=off), so
+// that two kernels that write the same formula round alike.
 
 #define ATTENTION_EXT_INLINE inline __attribute__((always_inline))
 
@@ -57,8 +57,8 @@ constexpr T kLog2E = static_cast<T>(1.44269504088896340735992468100189214L);
 template <class T>
 constexpr T kLn2 = static_cast<T>(0.693147180559945309417232121458176568L);
 
-// 2^x for |x| <= 126 (float) or 1022 (double). Float: minimax polynomial of degree 6 on [-1/2, 1/2], below
-// one ulp. Double: Taylor series of degree 13, (ln 2)^n / n!.
+// 2^x for |x| <= 126 (float) or 1022 (double). Float: minimax polynomial of degree 6 on [-1/2,
+// 1/2], below one ulp. Double: Taylor series of degree 13, (ln 2)^n / n!.
 ATTENTION_EXT_INLINE Vec<float> exp2_bounded(Vec<float> x) {
   const float magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
   const Vec<float> t = x + magic;
@@ -93,8 +93,8 @@ ATTENTION_EXT_INLINE Vec<double> exp2_bounded(Vec<double> x) {
 }
 template <class T>
 constexpr T kSmallestExponent = static_cast<T>(sizeof(T) == 4 ? -126 : -1022);
-// 2^x for x <= 126 (1022), exactly 0 below the smallest normal exponent and for -infinity; NaN stays NaN.
-// Where both are defined it has the bits of exp2_bounded.
+// 2^x for x <= 126 (1022), exactly 0 below the smallest normal exponent and for -infinity; NaN
+// stays NaN. Where both are defined it has the bits of exp2_bounded.
 template <class T>
 ATTENTION_EXT_INLINE Vec<T> exp2_or_zero(Vec<T> x) {
   return keep<T>(~(x < kSmallestExponent<T>), exp2_bounded(x));
@@ -112,7 +112,8 @@ ATTENTION_EXT_INLINE Vec<float> log2(Vec<float> x) {
   p = fma(p, z, broadcast(0.96179669f));
   p = fma(p, z, broadcast(2.88539008f));
   const Vec<float> y = fma(p, s, __builtin_convertvector(exponent, Vec<float>));
-  return x > 0.f ? (x < kInfinity<float> ? y : x) : (x == 0.f ? broadcast(-kInfinity<float>) : x - x);
+  return x > 0.f ? (x < kInfinity<float> ? y : x)
+                 : (x == 0.f ? broadcast(-kInfinity<float>) : x - x);
 }
 ATTENTION_EXT_INLINE Vec<double> log2(Vec<double> x) {
   Vec<double> r;
@@ -120,7 +121,8 @@ ATTENTION_EXT_INLINE Vec<double> log2(Vec<double> x) {
   return r;
 }
 
-// One step of the recursive transpose: exchanges the off-diagonal h x h blocks of each pair (r[i], r[i + h]).
+// One step of the recursive transpose: exchanges the off-diagonal h x h blocks of each pair (r[i],
+// r[i + h]).
 template <class T, int kHalf, size_t... kLane>
 ATTENTION_EXT_INLINE void exchange_blocks(Vec<T>& a, Vec<T>& b, std::index_sequence<kLane...>) {
   constexpr int w = kWidth<T>;

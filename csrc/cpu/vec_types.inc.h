@@ -1,7 +1,7 @@
-// Vec<T> and Mask<T> for the width in Tuning, on the compiler's vector extension: + - * / and comparisons are
-// operators, x > y ? a : b selects per lane. Included inside an instruction set's namespace by vec_<set>.h,
-// which adds the few operations that the extension has no word for: fma, any, bytes, bfloat16, float16, and the
-// product of the low halves of 64-bit integers.
+// Vec<T> and Mask<T> for the width in Tuning, on the compiler's vector extension: + - * / and
+// comparisons are operators, x > y ? a : b selects per lane. Included inside an instruction set's
+// namespace by vec_<set>.h, which adds the few operations that the extension has no word for: fma,
+// any, bytes, bfloat16, float16, and the product of the low halves of 64-bit integers.
 
 template <class T>
 struct VecTypes {

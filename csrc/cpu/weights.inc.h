@@ -1,10 +1,13 @@
-// Weights: P = exp(score - lse), written out as an [L][S] tensor per head. A second pass after the forward,
-// so that asking for them changes nothing else. The tensor comes in as zeros; hidden cells stay so.
+// Weights: P = exp(score - lse), written out as an [L][S] tensor per head. A second pass after the
+// forward, so that asking for them changes nothing else. The tensor comes in as zeros; hidden cells
+// stay so.
 
 template <class T>
 class Weights : public Sweep<T> {
  public:
-  static int64_t most_tiles(const AttentionParams& p) { return Weights::tiles_that_fit(p.head_dim); }
+  static int64_t most_tiles(const AttentionParams& p) {
+    return Weights::tiles_that_fit(p.head_dim);
+  }
   Weights(const AttentionParams& p, void* memory) : Sweep<T>(p, most_tiles(p), memory) {
     probs_ = this->arena_.template take<T>(Sweep<T>::kBlock * kLanes<T>);
   }
@@ -24,8 +27,8 @@ class Weights : public Sweep<T> {
     memset(probs_, 0, this->count_ * kLanes<T> * sizeof(T));
     for (int i = 0; i < cells.segments.size; ++i) {
       const Segment& s = cells.segments.segment[i];
-      product_tile<T>(this->key_, this->query_of(t) + s.first_vector * kWidth<T>, this->p_.head_dim, s, probs_,
-                      kLanes<T>);
+      product_tile<T>(this->key_, this->query_of(t) + s.first_vector * kWidth<T>, this->p_.head_dim,
+                      s, probs_, kLanes<T>);
       this->for_cells(s, [&](int v, int64_t k) {
         T* cell = probs_ + k * kLanes<T> + v * kWidth<T>;
         store(cell, this->prob(cells, load(cell), t, v, k));
@@ -36,10 +39,12 @@ class Weights : public Sweep<T> {
     row_addresses(weights, this->p_, this->unit_, cells.lanes, row);
     for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
       ones[lane] = T(1);
-      row[lane] += (this->first_key_ + cells.begin) * weights.column_stride * size_of(weights.dtype);
+      row[lane] +=
+          (this->first_key_ + cells.begin) * weights.column_stride * size_of(weights.dtype);
     }
-    unpack_lanes<T>(probs_ + cells.begin * kLanes<T>, kLanes<T>, ones,
-                    {row, cells.lanes.count, weights.column_stride, cells.end - cells.begin, weights.dtype});
+    unpack_lanes<T>(
+        probs_ + cells.begin * kLanes<T>, kLanes<T>, ones,
+        {row, cells.lanes.count, weights.column_stride, cells.end - cells.begin, weights.dtype});
   }
 
   T* probs_;  // [kBlock][kLanes]

@@ -1,8 +1,8 @@
 // Fixed calls of one instruction set's kernels, without torch: what count_instructions.py counts.
 //
 // Runs every call and prints its name. Each passes once through fixed_call(), which is all that is
-// counted: tensors and what a derivative starts from are made before. With --compiler it only prints the compiler
-// and its major version, which recorded counts belong to.
+// counted: tensors and what a derivative starts from are made before. With --compiler it only
+// prints the compiler and its major version, which recorded counts belong to.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -53,7 +53,8 @@ const Spec kSpecs[] = {
     {"forward_bfloat16_causal", What::kForward, DType::kBFloat16, Option::kCausal},
     {"forward_float16_causal", What::kForward, DType::kFloat16, Option::kCausal},
     {"forward_float64_causal", What::kForward, DType::kFloat64, Option::kCausal},
-    {"forward_float32_short_causal", What::kForward, DType::kFloat32, Option::kCausal, 8, 8, 64, 64, 32},
+    {"forward_float32_short_causal", What::kForward, DType::kFloat32, Option::kCausal, 8, 8, 64, 64,
+     32},
     {"decode_float32", What::kForward, DType::kFloat32, Option::kNone, 8, 2, 1, 1000, 128},
     {"decode_bfloat16", What::kForward, DType::kBFloat16, Option::kNone, 8, 2, 1, 1000, 128},
     {"decode_float32_one_row", What::kForward, DType::kFloat32, Option::kNone, 2, 2, 1, 1000, 128},
@@ -69,10 +70,14 @@ const Spec kSpecs[] = {
 
 int64_t size_of(DType dtype) {
   switch (dtype) {
-    case DType::kFloat64: return 8;
-    case DType::kFloat32: return 4;
-    case DType::kBool: return 1;
-    default: return 2;
+    case DType::kFloat64:
+      return 8;
+    case DType::kFloat32:
+      return 4;
+    case DType::kBool:
+      return 1;
+    default:
+      return 2;
   }
 }
 
@@ -162,11 +167,20 @@ class Call {
 
   void set_option() {
     switch (spec_.option) {
-      case Option::kNone: break;
-      case Option::kCausal: p_.visibility.right = 0; break;
-      case Option::kBoolMask: p_.attn_mask = shared(make(DType::kBool, 1, spec_.queries, spec_.keys)); break;
-      case Option::kFloatMask: p_.attn_mask = shared(make(spec_.dtype, 1, spec_.queries, spec_.keys)); break;
-      case Option::kSoftcap: p_.softcap = 20.0; break;
+      case Option::kNone:
+        break;
+      case Option::kCausal:
+        p_.visibility.right = 0;
+        break;
+      case Option::kBoolMask:
+        p_.attn_mask = shared(make(DType::kBool, 1, spec_.queries, spec_.keys));
+        break;
+      case Option::kFloatMask:
+        p_.attn_mask = shared(make(spec_.dtype, 1, spec_.queries, spec_.keys));
+        break;
+      case Option::kSoftcap:
+        p_.softcap = 20.0;
+        break;
       case Option::kAlibi:
         p_.alibi_slopes = make(DType::kFloat32, spec_.heads, 1, 1);
         break;
@@ -198,16 +212,27 @@ class Call {
     tangent_.lse_tangent = make(sums, spec_.heads, spec_.queries, 1);
     mask_.call.grad = grad_;
     mask_.shared_heads = true;
-    if (p_.attn_mask.data) mask_.grad_mask = shared(make(spec_.dtype, 1, spec_.queries, spec_.keys));
+    if (p_.attn_mask.data)
+      mask_.grad_mask = shared(make(spec_.dtype, 1, spec_.queries, spec_.keys));
   }
 
   void run(What what) {
     switch (what) {
-      case What::kForward: forward(); break;
-      case What::kBackward: parts(table_.backward, grad_); break;
-      case What::kMaskGradient: tasks(table_.mask_gradient, mask_); break;
-      case What::kTangent: rows(table_.tangent, tangent_); break;
-      case What::kBackwardTangent: parts(table_.backward_tangent, tangent_); break;
+      case What::kForward:
+        forward();
+        break;
+      case What::kBackward:
+        parts(table_.backward, grad_);
+        break;
+      case What::kMaskGradient:
+        tasks(table_.mask_gradient, mask_);
+        break;
+      case What::kTangent:
+        rows(table_.tangent, tangent_);
+        break;
+      case What::kBackwardTangent:
+        parts(table_.backward_tangent, tangent_);
+        break;
     }
   }
 
