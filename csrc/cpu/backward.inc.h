@@ -124,7 +124,7 @@ class Backward : public Sweep<T> {
     value_ = this->stage(p_.value, p_.value_group, p_.value_dim, Stage::kAsIs, value_buffer_, row);
   }
 
-  // The first sums of a key overwrite the accumulator: whole kv tiles that no super-block had
+  // The first sums of a key overwrite what lies there: whole kv tiles that no super-block had
   // before. Keys passed over, and those of a tile that begins or ends elsewhere, get 0 instead.
   void start_sums() {
     const int64_t last = first_key_ + count_;
@@ -454,15 +454,15 @@ class Backward : public Sweep<T> {
   bool first_sums_ = false;  // of the current kv tile's keys
 
   // Per lane tile of the super-block; [rows] stands for [tiles][kLanes].
-  T* delta_;               // [rows]
-  T* delta_sums_;          // [kLanes]: deltas of one lane tile, while they are summed
-  T* slope_sums_;          // [rows]
-  T* grad_output_lanes_;   // [tiles][value_dim][kLanes]
+  T* delta_;              // [rows]
+  T* delta_sums_;         // [kLanes]: deltas of one lane tile, while they are summed
+  T* slope_sums_;         // [rows]
+  T* grad_output_lanes_;  // [tiles][value_dim][kLanes]
+  T* grad_query_;         // [tiles][head_dim][kLanes]
+  // Rows of the super-block, in place or in the buffer behind, without what is not finite.
+  StagedRows<T> query_rows_{}, grad_output_rows_{};
   T* query_buffer_;        // [rows][head_dim, padded]
   T* grad_output_buffer_;  // [rows][value_dim, padded]
-  T* grad_query_;          // [tiles][head_dim][kLanes]
-  StagedRows<T> query_rows_{},
-      grad_output_rows_{};  // of the whole super-block, without what is not finite
 
   // Of the current kv tile.
   StagedRows<T> finite_key_{}, value_{};

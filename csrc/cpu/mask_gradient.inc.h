@@ -5,8 +5,8 @@
 // share it in order: no atomics, no copy per thread, the same bits however many threads. A task
 // owns one own slice (batch index and head, or unit of heads) of the mask, a stretch of queries
 // (all, if the rows are shared) and a stretch of keys. Base computes dS^T of a lane tile: Backward,
-// or BackwardTangent for its tangent. Where a lane has a row of the mask to itself, tiles are
-// summed as they come and transposed at the end.
+// or BackwardTangent for its tangent. Where a lane has a row of the mask to itself, a task is one
+// super-block; its tiles are summed as they come and transposed at the end.
 
 template <class T, template <class> class Base>
 class MaskGradient : public Base<T> {
