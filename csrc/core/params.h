@@ -14,6 +14,19 @@ namespace attention_ext {
 constexpr int kMaxBatchDims = 6;  // tensors of up to 8 dimensions
 
 enum class DType : int32_t { kFloat64, kFloat32, kBFloat16, kFloat16, kBool };
+// Bytes of one element.
+static inline int64_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return 8;
+    case DType::kFloat32:
+      return 4;
+    case DType::kBool:
+      return 1;
+    default:
+      return 2;
+  }
+}
 
 // Strides in elements. Without data the tensor is absent: no mask, a gradient of zero, nothing to
 // write.

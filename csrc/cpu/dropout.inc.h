@@ -145,6 +145,18 @@ ATTENTION_EXT_INLINE void for_dropout_factors(const DropoutCells<T>& cells, cons
   }
 }
 
+// f(v, key, its factors) for all vectors and keys of a tile's cells, and for keys beside them.
+template <class T, class F>
+ATTENTION_EXT_INLINE void for_dropout_factors(const AttentionParams& p, const Unit& u,
+                                              const CellTile<T>& tile, F&& f) {
+  const DropoutCells<T> cells(p, u);
+  for (int v = 0; v < tile.lanes.vectors(); ++v) {
+    const KeyRange keys = tile.keys_of(v);
+    for_dropout_factors(cells, tile.lanes, v, tile.first_key, keys.begin, keys.end,
+                        [&](int64_t k, Vec<T> factor) { f(v, k, factor); });
+  }
+}
+
 // The same for one row and the W keys from first_key on.
 template <class T>
 inline Vec<T> dropout_of_keys(const AttentionParams& p, const Unit& u, int64_t head, int64_t query,

@@ -110,7 +110,7 @@ class Forward {
       general_probs(t, cells, tile_sum);
     }
     for (int v = 0; v < kVectors; ++v) state_[t * kVectors + v].sum += tile_sum[v];
-    if (p_.dropout.probability > 0) drop(t, cells);
+    if (p_.dropout.probability > 0) drop(cells);
     for (int s = 0; s < cells.segments.size; ++s) {
       add_transposed_product<T>(value_, p_.value_dim, cells.segments.segment[s], probs_, kLanes<T>,
                                 acc_ + t * p_.value_dim * kLanes<T>);
@@ -249,17 +249,12 @@ class Forward {
   }
 
   // Dropout comes after the sum: the kept weights grow, the denominator stays.
-  void drop(int64_t t, const CellTile<T>& cells) {
-    const DropoutCells<T> dropout(p_, unit_);
-    for (int v = 0; v < tile_[t].vectors(); ++v) {
-      const KeyRange keys = cells.keys_of(v);
-      T* const column = probs_ + v * kWidth<T>;
-      for_dropout_factors(dropout, tile_[t], v, first_key_, keys.begin, keys.end,
-                          [=](int64_t k, Vec<T> factor) {
-        T* cell = column + k * kLanes<T>;
-        store(cell, load(cell) * factor);
-      });
-    }
+  void drop(const CellTile<T>& cells) {
+    T* const probs = probs_;
+    for_dropout_factors(p_, unit_, cells, [=](int v, int64_t k, Vec<T> factor) {
+      T* cell = probs + k * kLanes<T> + v * kWidth<T>;
+      store(cell, load(cell) * factor);
+    });
   }
 
   // NaN and infinity were taken for 0 in step 5; the rows that see such a key get its product now.

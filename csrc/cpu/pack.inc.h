@@ -118,18 +118,6 @@ ATTENTION_EXT_INLINE void dispatch_storage(DType dtype, F&& f) {
     }
   }
 }
-inline int64_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return 8;
-    case DType::kFloat32:
-      return 4;
-    case DType::kBool:
-      return 1;
-    default:
-      return 2;
-  }
-}
 
 // Rows of a tensor at arbitrary places: row i is `columns` elements from row[i], stride apart.
 struct Rows {

@@ -252,14 +252,10 @@ class Sweep {
       if (cells.empty()) return cells;
     }
     if (p_.dropout.probability > 0) {
-      const DropoutCells<T> dropout(p_, unit_);
-      for (int v = 0; v < tile_[t].vectors(); ++v) {
-        const KeyRange keys = cells.keys_of(v);
-        T* const column = dropout_ + v * kWidth<T>;
-        for_dropout_factors(
-            dropout, tile_[t], v, first_key_, keys.begin, keys.end,
-            [=](int64_t k, Vec<T> factor) { store(column + k * kLanes<T>, factor); });
-      }
+      T* const factors = dropout_;
+      for_dropout_factors(p_, unit_, cells, [=](int v, int64_t k, Vec<T> factor) {
+        store(factors + k * kLanes<T> + v * kWidth<T>, factor);
+      });
       cells.dropout = dropout_;
     }
     return cells;

@@ -68,19 +68,6 @@ const Spec kSpecs[] = {
     {"backward_tangent_float32_causal", What::kBackwardTangent, DType::kFloat32, Option::kCausal},
 };
 
-int64_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return 8;
-    case DType::kFloat32:
-      return 4;
-    case DType::kBool:
-      return 1;
-    default:
-      return 2;
-  }
-}
-
 // Memory at a fixed place of a cache line, as torch's is.
 struct Memory {
   explicit Memory(int64_t bytes)
